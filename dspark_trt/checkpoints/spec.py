@@ -1,0 +1,146 @@
+"""What a checkpoint is, once it has been read: frozen specifications and a way to reach its tensors.
+
+Readers of every supported format (Hugging Face safetensors, GGUF, DeepSpec) end here, so that graph emitters and the
+PyTorch reference know one form only.
+
+Canonical tensor names (no `model.` prefix, Hugging Face layout: Linear weights are [out, in]):
+    target   embed_tokens.weight, layers.{i}.input_layernorm.weight, layers.{i}.post_attention_layernorm.weight,
+             layers.{i}.self_attn.{q,k,v,o}_proj.{weight,bias}, layers.{i}.self_attn.{q,k}_norm.weight,
+             layers.{i}.mlp.{gate,up,down}_proj.{weight,bias}, norm.weight, lm_head.weight (absent when tied)
+    drafter  the same for its layers, plus fc.weight, hidden_norm.weight, markov_head.markov_w1.weight [V, r],
+             markov_head.markov_w2.weight [V, r], markov_head.gate_proj.{weight,bias} (gated),
+             markov_head.joint_proj.{weight,bias} (rnn), confidence_head.proj.{weight,bias};
+             embed_tokens.weight and lm_head.weight only where they are the drafter's own
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary position embedding. Parameters that a `rope_type` does not use stay None."""
+
+    theta: float
+    rope_type: RopeType = "default"
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None  # llama3
+    high_freq_factor: float | None = None  # llama3
+    beta_fast: float | None = None  # yarn
+    beta_slow: float | None = None  # yarn
+    attention_factor: float | None = None  # yarn
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSpec:
+    """The decoder stack that target and drafter share: Llama and Qwen3 dense families."""
+
+    num_layers: int
+    hidden_size: int  # D
+    intermediate_size: int
+    num_heads: int  # N
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    vocab_size: int  # V
+    rms_norm_eps: float
+    rope: RopeSpec
+    max_position_embeddings: int
+    has_qk_norm: bool
+    has_qkv_bias: bool  # biases on q, k and v
+    has_o_bias: bool
+    has_mlp_bias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """What a request that says nothing gets, from generation_config.json (do_sample false: temperature 0)."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSpec:
+    """A target checkpoint."""
+
+    family: Literal["llama", "qwen3"]
+    decoder: DecoderSpec
+    is_head_tied: bool  # lm_head is embed_tokens
+    eos_token_ids: tuple[int, ...]  # every one of generation_config.json and config.json
+    bos_token_id: int | None = None
+    generation_defaults: GenerationDefaults = GenerationDefaults()
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterSpec:
+    """A DSpark drafter checkpoint (paper section 3.1), or a DFlash one where `markov_rank` is 0."""
+
+    decoder: DecoderSpec  # its own layers; same hidden size and vocabulary as the target's
+    gamma: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]  # strictly increasing; i = raw output of decoder layer i, -1 = embedding output
+    markov_rank: int  # 0: no head
+    markov_head_type: MarkovHeadType
+    has_confidence_head: bool
+    has_confidence_bias: bool
+    is_confidence_with_markov: bool
+    has_own_embedding: bool  # in the file and different from the target's
+    has_own_head: bool
+
+    @property
+    def num_taps(self) -> int:
+        return len(self.target_layer_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies. `file` and `offset` are set when its bytes stand contiguously in a file on disk."""
+
+    dtype: str  # numpy or ml_dtypes name: float32, float16, bfloat16
+    shape: tuple[int, ...]
+    file: Path | None = None  # as named; may be a symlink of a hub cache
+    offset: int | None = None  # bytes from the start of the file
+
+
+class WeightStore(Protocol):
+    """Tensors of one checkpoint under canonical names, read lazily."""
+
+    def names(self) -> tuple[str, ...]:
+        """All canonical names, sorted."""
+        ...
+
+    def info(self, name: str) -> TensorInfo: ...
+
+    def array(self, name: str) -> NDArray[np.generic]:
+        """The tensor in its stored element type (GGUF: de-quantised to float32), memory-mapped where possible."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCheckpoint:
+    spec: TargetSpec
+    weights: WeightStore
+    source_files: tuple[Path, ...]  # every file that was read: the inputs of the manifest chain
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterCheckpoint:
+    spec: DrafterSpec
+    weights: WeightStore
+    source_files: tuple[Path, ...] = field(default=())

@@ -1,0 +1,113 @@
+"""The seam between the runtime and the compiled engines.
+
+Shape letters: `R` requests of the call, `G` gamma, `T` packed tokens of the call, `L` logit rows asked for,
+`V` vocabulary, `D` hidden, `M` tap layers. Arrays belong to the array library of the engine: numpy on a CPU host.
+
+An engine owns the KV memory as `max_slots` rows. The runtime says which row a request lives in and how many of the row's
+positions are valid (`past_lengths`); the engine never remembers lengths. A call writes K/V at positions
+[past, past + query_length) of each row; what lies behind the length that the runtime commits is overwritten later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+Array = Any  # an array of the engine's library (array API); numpy on CPU
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Fixed at build time."""
+
+    max_slots: int  # KV rows
+    max_seq_len: int  # positions that a row can hold for a request
+    max_batch_tokens: int  # packed tokens of one target call
+
+
+@dataclass(frozen=True, slots=True)
+class TargetBatch:
+    """One target call: packed tokens, segment after segment; a segment is one request's tokens of this call.
+
+    The first `num_decode` segments verify drafts (anchor + drafts, at most gamma + 1 tokens); the rest are prefill chunks.
+    """
+
+    token_ids: Array  # [T] int64
+    rows: Array  # [R] int64, KV row of each segment, no row twice
+    past_lengths: Array  # [R] int64, valid positions of the row before this call
+    query_lengths: Array  # [R] int64, tokens of the segment, >= 1; sums to T
+    num_decode: int
+    logit_rows: Array  # [L] int64, packed indices whose logits are wanted, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """Valid until the next call of the engine (buffers may be reused)."""
+
+    logits: Array  # [L, V] float32, raw
+    taps: Array  # [T, M*D] float32, raw outputs of the tap layers, concatenated in the order of target_layer_ids
+
+
+@dataclass(frozen=True, slots=True)
+class IngestBatch:
+    """Taps of committed positions that enter the drafter's context, packed segment after segment."""
+
+    taps: Array  # [T, M*D]
+    rows: Array  # [R] int64
+    past_lengths: Array  # [R] int64, context positions already in the row
+    query_lengths: Array  # [R] int64, >= 1; sums to T
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """One draft block for each of R requests (paper section 3.1)."""
+
+    rows: Array  # [R] int64, no row twice
+    anchor_ids: Array  # [R] int64
+    past_lengths: Array  # [R] int64, context positions = position of the anchor
+    temperatures: Array  # [R] float32, 0 = argmax
+    uniforms: Array  # [R, G] float32 in [0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOutput:
+    """Valid until the next call of the engine."""
+
+    draft_ids: Array  # [R, G] int64, always in [0, V)
+    draft_logits: Array  # [R, G, V] float32, finite: exactly what was drawn from, before the temperature
+    confidence_logits: Array | None  # [R, G] float32; None when the drafter has no confidence head
+
+
+class TargetEngine(Protocol):
+    """Verifies: one forward pass of the target over packed tokens.
+
+    `forward` and `move_row` raise EngineBuildError when the backend fails; the cache rows of that call are then undefined.
+    """
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def forward(self, batch: TargetBatch) -> TargetOutput: ...
+
+    def move_row(self, source: int, destination: int, num_positions: int) -> None:
+        """Copy the first `num_positions` of a row's K/V to another row."""
+        ...
+
+
+class DraftEngine(Protocol):
+    """Drafts: two entry points, because a step that does not draft still ingests."""
+
+    @property
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def gamma(self) -> int: ...
+
+    def ingest(self, batch: IngestBatch) -> None: ...
+
+    def draft(self, batch: DraftBatch) -> DraftOutput: ...
+
+    def move_row(self, source: int, destination: int, num_positions: int) -> None: ...

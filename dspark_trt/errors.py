@@ -1,0 +1,58 @@
+"""The exception tree of the project and the exit codes of the command line.
+
+Every message says four things: what is wrong, where, what was expected against what was found, and what to do next.
+`assert` is for invariants of our own; everything a user can cause is one of these.
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_USER_ERROR = 2
+EXIT_ENVIRONMENT_MISSING = 3
+EXIT_CHECK_FAILED = 4
+
+
+class DSparkError(Exception):
+    """Base of all errors that are reported to a person as one message, without a traceback."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+class RecipeError(DSparkError):
+    """The build recipe or a command-line option is not acceptable."""
+
+
+class CheckpointError(DSparkError):
+    """A checkpoint cannot be read, is of an unknown family, or its tensors do not fit its configuration."""
+
+
+class PairingError(DSparkError):
+    """Target and drafter do not belong together."""
+
+
+class ExportError(DSparkError):
+    """A checkpoint cannot be expressed as a graph."""
+
+
+class EngineBuildError(DSparkError):
+    """A graph cannot be compiled, or a compiled engine cannot be loaded or run."""
+
+
+class ManifestError(DSparkError):
+    """A build directory is incomplete, was changed by hand, or was made from other inputs."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
+class EnvironmentMissingError(DSparkError):
+    """This machine lacks a package, a library or a device that the command needs."""
+
+    exit_code = EXIT_ENVIRONMENT_MISSING
+
+
+class CapacityError(DSparkError):
+    """A limit that was fixed at build time (slots, sequence length, tokens of one step) would be exceeded."""
+
+
+class RequestError(DSparkError):
+    """A client's request is not acceptable. The only error whose text reaches a client."""

@@ -1,0 +1,60 @@
+"""The build recipe: everything that decides what `dspark-trt build` makes, resolved before the first stage runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dspark_trt.errors import RecipeError
+
+Backend = Literal["auto", "onnxruntime"]
+Precision = Literal["fp32", "int8", "int4"]
+
+
+class BuildRecipe(BaseModel):
+    """One target, one drafter and the limits of the engines. Unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    target: str  # Hugging Face folder or hub id, or a GGUF file
+    drafter: str  # Hugging Face folder or hub id
+    target_revision: str | None = None
+    drafter_revision: str | None = None
+    backend: Backend = "auto"
+    precision: Precision = "fp32"
+    max_slots: int = Field(default=32, ge=1, le=1024)
+    max_seq_len: int = Field(default=4096, ge=16)
+    max_batch_tokens: int = Field(default=512, ge=16)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    engine_model_name: Literal["dspark", "tensorrt_llm"] = "dspark"
+    num_threads: int | None = Field(default=None, ge=1)  # None: the cores this process may use
+
+
+def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
+    """Read a YAML recipe (optional) and lay command-line options over it; options that are None do not count.
+
+    Raises RecipeError that names the key, what was found and what is accepted.
+    """
+    values: dict[str, Any] = {}
+    if path is not None:
+        try:
+            loaded = yaml.safe_load(path.read_text())
+        except FileNotFoundError:
+            raise RecipeError(f"recipe {path} does not exist; give --recipe an existing YAML file") from None
+        except yaml.YAMLError as error:
+            raise RecipeError(f"recipe {path} is not valid YAML: {error}") from None
+        if loaded is not None and not isinstance(loaded, dict):
+            raise RecipeError(f"recipe {path}: expected a mapping of keys, found {type(loaded).__name__}")
+        values |= loaded or {}
+    values |= {key: value for key, value in overrides.items() if value is not None}
+    try:
+        return BuildRecipe.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "recipe"
+        accepted = ", ".join(BuildRecipe.model_fields)
+        hint = f" (known keys: {accepted})" if first["type"] == "extra_forbidden" else ""
+        raise RecipeError(f"{key}: {first['msg']}, found {first.get('input')!r}{hint}") from None
