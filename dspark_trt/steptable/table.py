@@ -36,14 +36,13 @@ class StepTable:
 
     @cached_property
     def _dense(self) -> dict[int, NDArray[np.float64]]:
-        """Per measured request count: step_ms at every batch_tokens from 0 to the last measured, interpolated."""
-        grid = np.arange(self.batch_tokens[-1] + 1, dtype=np.float64)
+        """Per measured request count: step_ms at every batch_tokens from 0 to its last measured, interpolated."""
         curves = {}
         for requests, row in zip(self.num_requests, self.step_ms, strict=True):
             known = [(b, ms) for b, ms in zip(self.batch_tokens, row, strict=True) if ms is not None]
             tokens, values = zip(*known, strict=True)
             # small inversions are noise: a step of more tokens is never priced below one of fewer
-            curves[requests] = np.interp(grid, tokens, np.maximum.accumulate(values))
+            curves[requests] = np.interp(np.arange(tokens[-1] + 1.0), tokens, np.maximum.accumulate(values))
         return curves
 
     def curve(self, num_requests: int, first: int, last: int) -> NDArray[np.float64]:
@@ -57,7 +56,8 @@ class StepTable:
         tokens = np.arange(first, last + 1)
         inside = curve[np.minimum(tokens, len(curve) - 1)]
         slope = (curve[-1] - curve[len(curve) // 2]) / max(len(curve) - 1 - len(curve) // 2, 1)
-        return inside + np.maximum(tokens - (len(curve) - 1), 0) * slope
+        beyond = np.maximum(tokens - (len(curve) - 1), 0)
+        return np.asarray(inside + beyond * slope, dtype=np.float64)
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps({"schema_version": SCHEMA_VERSION, **asdict(self)}, indent=1) + "\n")

@@ -1,0 +1,159 @@
+"""Versioned manifests with a sha256 chain: every stage of a build says what it was made from and what it wrote.
+
+A stage is a folder of the build directory with a `manifest.json`. Its `key` is the sha256 of everything that decides its
+content: settings, sha256 of its input files, keys of the stages before it, and the schema version. A stage whose recorded
+key is the wanted one, and whose files are unchanged, is skipped. "Unchanged" is decided by size, modification time and
+inode; where those differ (a copied or moved directory), or under `verify`, the bytes are hashed again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dspark_trt.errors import ManifestError
+
+SCHEMA_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+
+
+class FileRecord(BaseModel):
+    """One file, as it was when it was hashed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: int  # bytes
+    mtime_ns: int
+    inode: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path, known: FileRecord | None = None) -> Self:
+        """Record a file; the hash of `known` is kept where size, modification time and inode are the same."""
+        stat = path.stat()
+        signature = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+        if known is not None and signature == (known.size, known.mtime_ns, known.inode):
+            digest = known.sha256
+        else:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return cls(size=stat.st_size, mtime_ns=stat.st_mtime_ns, inode=stat.st_ino, sha256=digest)
+
+
+class StageManifest(BaseModel):
+    """What one stage was made from and what it wrote."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int
+    stage: str
+    key: str
+    settings: dict[str, Any]
+    predecessors: dict[str, str]  # stage name -> key
+    inputs: dict[str, FileRecord]  # absolute path -> record
+    outputs: dict[str, FileRecord]  # path within the stage folder -> record
+    created: str
+    versions: dict[str, str]
+
+
+def hash_key(*parts: Any) -> str:
+    """sha256 of the canonical JSON of `parts`."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def stage_key(
+    stage: str, settings: Mapping[str, Any], predecessors: Mapping[str, str], inputs: Mapping[str, FileRecord]
+) -> str:
+    """The key of a stage; input files count by name and content, not by the folder they lie in."""
+    content = sorted((Path(path).name, record.sha256) for path, record in inputs.items())
+    return hash_key(SCHEMA_VERSION, stage, settings, predecessors, content)
+
+
+def read_manifest(folder: Path) -> StageManifest:
+    """Raises ManifestError when it is missing, malformed or of another schema."""
+    path = folder / MANIFEST_NAME
+    try:
+        data = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ManifestError(
+            f"{folder} has no {MANIFEST_NAME}: the build is incomplete; run `dspark-trt build`"
+        ) from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{path} is not valid JSON ({error}); remove {folder} and build again") from None
+    found = data.get("schema_version") if isinstance(data, dict) else None
+    if found != SCHEMA_VERSION:
+        raise ManifestError(f"{path}: expected schema_version {SCHEMA_VERSION}, found {found}; build again")
+    try:
+        return StageManifest.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ManifestError(f"{path}: {where}: {first['msg']}; remove {folder} and build again") from None
+
+
+def write_manifest(folder: Path, manifest: StageManifest) -> None:
+    (folder / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=1) + "\n")
+
+
+def record_inputs(files: Iterable[Path], known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
+    """Records by absolute path; hashes of `known` are kept where the file did not change."""
+    paths = sorted({path.absolute() for path in files})
+    return {str(path): FileRecord.of(path, known.get(str(path))) for path in paths}
+
+
+def record_outputs(folder: Path) -> dict[str, FileRecord]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_NAME)
+    return {str(path.relative_to(folder)): FileRecord.of(path) for path in files}
+
+
+def check_outputs(folder: Path, manifest: StageManifest, *, verify: bool = False) -> None:
+    """Raises ManifestError that names the first file that is missing or whose bytes changed."""
+    for name, record in manifest.outputs.items():
+        path = folder / name
+        if not path.is_file():
+            raise ManifestError(f"{path} is missing; run `dspark-trt build` again")
+        found = FileRecord.of(path, None if verify else record).sha256
+        if found != record.sha256:
+            raise ManifestError(
+                f"{path} was changed: expected sha256 {record.sha256[:16]}…, found {found[:16]}…; "
+                f"remove {folder} and run `dspark-trt build` again"
+            )
+
+
+@contextmanager
+def replace_folder(destination: Path) -> Iterator[Path]:
+    """A scratch folder beside `destination` that takes its place when the block ends well and vanishes when it does not."""
+    scratch = destination.with_name(f".{destination.name}.partial")
+    remove_partial(destination)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        if destination.exists():
+            shutil.rmtree(destination)
+        scratch.rename(destination)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def remove_partial(destination: Path) -> None:
+    """Clear what an interrupted run left behind."""
+    shutil.rmtree(destination.with_name(f".{destination.name}.partial"), ignore_errors=True)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.partial")
+    scratch.write_text(text)
+    os.replace(scratch, path)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
