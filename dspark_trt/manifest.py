@@ -16,11 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dspark_trt.errors import ManifestError
+
+Model = TypeVar("Model", bound=BaseModel)
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -65,6 +67,16 @@ class StageManifest(BaseModel):
     versions: dict[str, str]
 
 
+class BuildSummary(BaseModel):
+    """DIR/manifest.json: written last, so its presence says that every stage was finished."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schema_version: int
+    recipe: dict[str, Any]  # resolved
+    stages: dict[str, str]  # stage name -> key, in build order
+
+
 def hash_key(*parts: Any) -> str:
     """sha256 of the canonical JSON of `parts`."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
@@ -80,24 +92,48 @@ def stage_key(
 
 def read_manifest(folder: Path) -> StageManifest:
     """Raises ManifestError when it is missing, malformed or of another schema."""
-    path = folder / MANIFEST_NAME
+    return _read(folder / MANIFEST_NAME, StageManifest)
+
+
+def read_summary(build: Path) -> BuildSummary:
+    """Raises ManifestError when `build` is not a finished build directory."""
+    return _read(build / MANIFEST_NAME, BuildSummary)
+
+
+def _read(path: Path, model: type[Model]) -> Model:
     try:
         data = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ManifestError(
-            f"{folder} has no {MANIFEST_NAME}: the build is incomplete; run `dspark-trt build`"
-        ) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise ManifestError(f"{path} does not exist: not a finished build; run `dspark-trt build`") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ManifestError(f"{path} is not valid JSON ({error}); remove {folder} and build again") from None
+        raise ManifestError(f"{path} is not valid JSON ({error}); remove {path.parent} and build again") from None
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:
         raise ManifestError(f"{path}: expected schema_version {SCHEMA_VERSION}, found {found}; build again")
     try:
-        return StageManifest.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise ManifestError(f"{path}: {where}: {first['msg']}; remove {folder} and build again") from None
+        raise ManifestError(f"{path}: {where}: {first['msg']}; remove {path.parent} and build again") from None
+
+
+def check_chain(build: Path, summary: BuildSummary, stages: Mapping[str, StageManifest]) -> None:
+    """Raises ManifestError where a stage is not the one that its successors, or the summary, were made from."""
+    for name, manifest in stages.items():
+        wanted = stage_key(name, manifest.settings, manifest.predecessors, manifest.inputs)
+        links = {"its own content": wanted, "the build's manifest": summary.stages[name]}
+        links |= {
+            f"stage {later!r}": other.predecessors[name]
+            for later, other in stages.items()
+            if name in other.predecessors
+        }
+        for said_by, key in links.items():
+            if key != manifest.key:
+                raise ManifestError(
+                    f"{build / name}: key {manifest.key[:16]}… does not match {key[:16]}… of {said_by}: the stage comes from "
+                    "another build or was edited; run `dspark-trt build` again"
+                )
 
 
 def write_manifest(folder: Path, manifest: StageManifest) -> None:

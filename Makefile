@@ -1,0 +1,40 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+BUILD := build/smollm2
+TARGET := build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
+DRAFTER := examples/smollm2-135m-dspark
+
+.PHONY: venv demo test lint clean system-packages
+
+venv: $(VENV)/.installed ## everything, into .venv
+
+# torch first and alone: with it installed nothing else asks for a build of several gigabytes
+$(VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	$(PY) -m pip install --quiet torch==2.13.0
+	$(PY) -m pip install --quiet --editable ".[onnxruntime,client,reference]" --group dev
+	touch $@
+
+system-packages: ## Debian packages that serving and load tests need, where apt-get may install them
+	build_scripts/install_system_packages.sh
+
+$(TARGET): | $(VENV)/.installed
+	$(PY) build_scripts/fetch_demo_target.py build/downloads
+
+demo: venv system-packages $(TARGET) ## build, serve, chat, load-test and print the table
+	$(PY) perf/demo.py --target $(TARGET) --drafter $(DRAFTER) --output $(BUILD)
+
+test: venv system-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included
+	$(PY) -m pytest
+
+lint: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf build/smollm2 .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

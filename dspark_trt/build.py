@@ -1,0 +1,172 @@
+"""The build: two checkpoints in, one directory out, stage by stage.
+
+    checkpoint -> graph -> engine -> step table + calibration -> model repository
+
+Each stage is a folder with a manifest (see manifest.py). A stage that is there and matches is kept; a stage that failed or
+was interrupted leaves nothing, and the next run goes on from there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from dspark_trt.errors import ManifestError, RecipeError
+from dspark_trt.log import get_logger
+from dspark_trt.manifest import (
+    MANIFEST_NAME,
+    SCHEMA_VERSION,
+    BuildSummary,
+    StageManifest,
+    check_outputs,
+    now,
+    read_manifest,
+    record_inputs,
+    record_outputs,
+    remove_partial,
+    replace_folder,
+    stage_key,
+    write_atomically,
+    write_manifest,
+)
+from dspark_trt.recipe import BuildRecipe
+from dspark_trt.stages import STAGES, Context, Stage
+
+logger = get_logger(__name__)
+
+Progress = Callable[[str, float], None]  # stage, fraction done 0..1
+
+
+@dataclass(frozen=True, slots=True)
+class StageResult:
+    stage: str
+    was_built: bool
+    seconds: float
+
+
+def build(
+    recipe: BuildRecipe,
+    output: Path,
+    *,
+    verify: bool = False,
+    progress: Progress = lambda stage, fraction: None,
+) -> list[StageResult]:
+    """Make or complete the build directory `output`.
+
+    Args:
+        verify: hash kept files again instead of trusting size, modification time and inode.
+
+    Raises: RecipeError, CheckpointError, PairingError, ExportError, EngineBuildError, EnvironmentMissingError; ManifestError
+        when `output` holds something that is not a build, or another build is running in it.
+    """
+    recipe = resolve(recipe)
+    _check_destination(output)
+    output.mkdir(parents=True, exist_ok=True)
+    context = Context(recipe, output)
+    results: list[StageResult] = []
+    keys: dict[str, str] = {}
+    with _exclusive(output):
+        for stage in STAGES:
+            start = time.perf_counter()
+            progress(stage.name, 0.0)
+            keys[stage.name], was_built = _complete(stage, context, keys, verify, progress)
+            progress(stage.name, 1.0)
+            results.append(StageResult(stage.name, was_built, time.perf_counter() - start))
+        summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=recipe.model_dump(), stages=keys)
+        write_atomically(output / MANIFEST_NAME, summary.model_dump_json(indent=1) + "\n")
+    return results
+
+
+def resolve(recipe: BuildRecipe) -> BuildRecipe:
+    """No `auto` after this point."""
+    if recipe.max_batch_tokens < recipe.max_slots:
+        raise RecipeError(
+            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not hold one "
+            "token of every request; raise --max-batch-tokens or lower --max-slots"
+        )
+    if recipe.backend == "auto":
+        recipe = recipe.model_copy(update={"backend": "onnxruntime"})
+        logger.info("backend: onnxruntime (the backend of CPU hosts)")
+    return recipe
+
+
+def _complete(
+    stage: Stage, context: Context, keys: Mapping[str, str], verify: bool, progress: Progress
+) -> tuple[str, bool]:
+    folder = context.output / stage.name
+    remove_partial(folder)
+    known = _known_manifest(folder)
+    inputs = record_inputs(stage.inputs(context), known.inputs if known and not verify else {})
+    predecessors = {name: keys[name] for name in stage.predecessors}
+    settings = stage.settings(context)
+    key = stage_key(stage.name, settings, predecessors, inputs)
+    if known is not None and known.key == key and _is_intact(folder, known, verify):
+        logger.info("%s: kept", stage.name)
+        return key, False
+    logger.info("%s: building", stage.name)
+    with replace_folder(folder) as scratch:
+        stage.make(context, scratch, lambda fraction: progress(stage.name, fraction))
+        manifest = StageManifest(
+            schema_version=SCHEMA_VERSION,
+            stage=stage.name,
+            key=key,
+            settings=settings,
+            predecessors=predecessors,
+            inputs=inputs,
+            outputs=record_outputs(scratch),
+            created=now(),
+            versions=_versions(),
+        )
+        write_manifest(scratch, manifest)
+    return key, True
+
+
+def _known_manifest(folder: Path) -> StageManifest | None:
+    try:
+        return read_manifest(folder)
+    except ManifestError:
+        return None
+
+
+def _is_intact(folder: Path, manifest: StageManifest, verify: bool) -> bool:
+    try:
+        check_outputs(folder, manifest, verify=verify)
+    except ManifestError as error:
+        logger.warning("%s", error)
+        return False
+    return True
+
+
+def _versions() -> dict[str, str]:
+    packages = ("dspark-trt", "numpy", "onnx", "onnxruntime")
+    installed = {distribution.name.lower() for distribution in metadata.distributions()}
+    return {name: metadata.version(name) for name in packages if name in installed}
+
+
+def _check_destination(output: Path) -> None:
+    if output.exists() and not output.is_dir():
+        raise ManifestError(f"--output {output} is a file; expected a directory of its own for the build")
+    if output.is_dir() and any(output.iterdir()):
+        known = {stage.name for stage in STAGES} | {MANIFEST_NAME, ".lock"}
+        strangers = [
+            path.name for path in output.iterdir() if path.name not in known and not path.name.endswith(".partial")
+        ]
+        if strangers and not (output / MANIFEST_NAME).exists():
+            raise ManifestError(
+                f"--output {output} holds {sorted(strangers)[:3]}, which no build made; give an empty or new directory"
+            )
+
+
+@contextmanager
+def _exclusive(output: Path) -> Iterator[None]:
+    with (output / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ManifestError(f"another build is running in {output}; wait for it or give another --output") from None
+        yield

@@ -1,0 +1,68 @@
+"""A finished build directory, opened: engines, step table, temperatures and text codec, ready to make a decoding loop."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
+from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
+from dspark_trt.engines.onnxruntime_engines import open_engines
+from dspark_trt.engines.protocol import DraftEngine, TargetEngine
+from dspark_trt.manifest import check_chain, check_outputs, read_manifest, read_summary
+from dspark_trt.recipe import BuildRecipe
+from dspark_trt.runtime.loop import DecodingLoop
+from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
+from dspark_trt.steptable.table import StepTable
+from dspark_trt.text import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One process's engines. They belong to one loop at a time."""
+
+    recipe: BuildRecipe
+    target_spec: TargetSpec
+    drafter_spec: DrafterSpec
+    target: TargetEngine
+    drafter: DraftEngine
+    step_table: StepTable
+    temperatures: tuple[float, ...]  # [G], STS (paper section 3.2.1)
+    codec: TextCodec
+
+    def make_loop(self, scheduler: SchedulerConfig) -> DecodingLoop:
+        return DecodingLoop(
+            target=self.target,
+            drafter=self.drafter,
+            step_table=self.step_table,
+            temperatures=self.temperatures,
+            eos_token_ids=self.target_spec.eos_token_ids,
+            decode=self.codec.decode,
+            scheduler=scheduler,
+        )
+
+
+def load_deployment(folder: Path) -> Deployment:
+    """Open the build in `folder` after checking its chain (sizes and times, not bytes).
+
+    Raises ManifestError when the build is unfinished, edited or mixed from several builds; EnvironmentMissingError when the
+    engine's package is missing; EngineBuildError when an engine cannot be opened.
+    """
+    summary = read_summary(folder)
+    stages = {name: read_manifest(folder / name) for name in summary.stages}
+    check_chain(folder, summary, stages)
+    for name, manifest in stages.items():
+        check_outputs(folder / name, manifest)
+    checkpoints = folder / "checkpoints"
+    target, drafter = open_engines(folder / "graphs", json.loads((folder / "engines" / "engine.json").read_text()))
+    return Deployment(
+        recipe=BuildRecipe.model_validate(summary.recipe),
+        target_spec=target_spec_from_json(json.loads((checkpoints / "target.json").read_text())),
+        drafter_spec=drafter_spec_from_json(json.loads((checkpoints / "drafter.json").read_text())),
+        target=target,
+        drafter=drafter,
+        step_table=StepTable.load(folder / "steptable" / "step_table.json"),
+        temperatures=tuple(json.loads((folder / "calibration" / "temperatures.json").read_text())["temperatures"]),
+        codec=TextCodec.load(checkpoints / "tokenizer"),
+    )

@@ -1,0 +1,30 @@
+"""What this machine is, told without importing any engine: the fingerprint of measurements and the facts of `doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or "unknown"
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def fingerprint() -> dict[str, str | int]:
+    """What a step table depends on besides the engine."""
+    return {"cpu": cpu_model(), "num_cores": num_cores(), "machine": platform.machine()}

@@ -1,0 +1,59 @@
+"""`dspark-trt inspect DIR`: everything a build directory says about itself, read from its manifests and JSON files only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dspark_trt.errors import ManifestError
+from dspark_trt.manifest import check_chain, check_outputs, read_manifest, read_summary
+
+NUMERIC_NOTES = {
+    "fp32": "float32: logits differ by about 4e-5 between steps of one and of eight tokens; greedy output is stable",
+    "int8": "8-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+    "int4": "4-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+}
+
+
+def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+    """A JSON-ready description of the build in `folder`.
+
+    Raises ManifestError when the directory is not a finished build, or a file or a link of the chain does not match.
+    """
+    summary = read_summary(folder)
+    stages = {name: read_manifest(folder / name) for name in summary.stages}
+    check_chain(folder, summary, stages)
+    for name, manifest in stages.items():
+        check_outputs(folder / name, manifest, verify=verify)
+    return {
+        "folder": str(folder),
+        "recipe": summary.recipe,
+        "numerics": NUMERIC_NOTES[summary.recipe["precision"]],
+        "target": _read_json(folder / "checkpoints" / "target.json"),
+        "drafter": _read_json(folder / "checkpoints" / "drafter.json"),
+        "engine": _read_json(folder / "engines" / "engine.json"),
+        "step_table": _read_json(folder / "steptable" / "step_table.json"),
+        "calibration": _read_json(folder / "calibration" / "temperatures.json"),
+        "stages": {
+            name: {
+                "key": manifest.key,
+                "created": manifest.created,
+                "versions": manifest.versions,
+                "predecessors": manifest.predecessors,
+                "inputs": {path: record.sha256 for path, record in manifest.inputs.items()},
+                "outputs": {
+                    path: {"bytes": record.size, "sha256": record.sha256} for path, record in manifest.outputs.items()
+                },
+            }
+            for name, manifest in stages.items()
+        },
+        "hashes_verified": verify,
+    }
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ManifestError(f"{path} cannot be read ({error}); run `dspark-trt build` again") from None

@@ -1,0 +1,167 @@
+"""The stages of a build, in order: what decides each one, what it comes after, and how it is made."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from dspark_trt import host
+from dspark_trt.checkpoints.drafter import read_drafter
+from dspark_trt.checkpoints.locate import locate, source_files
+from dspark_trt.checkpoints.pairing import check_pairing
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.checkpoints.spec_json import spec_to_json
+from dspark_trt.checkpoints.target import read_target
+from dspark_trt.checkpoints.tokenizer import write_tokenizer
+from dspark_trt.deployment import EngineSettings, open_engines
+from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.graphs.drafter import write_drafter_graphs
+from dspark_trt.graphs.target import write_target_graph
+from dspark_trt.packaging.model_repo import write_model_repo
+from dspark_trt.recipe import BuildRecipe
+from dspark_trt.steptable.profile import profile
+
+StageProgress = Callable[[float], None]
+
+
+class Context:
+    """What the stages share: the recipe and, read only where a stage has to be made, the two checkpoints."""
+
+    def __init__(self, recipe: BuildRecipe, output: Path) -> None:
+        self.recipe = recipe
+        self.output = output
+
+    @cached_property
+    def target(self) -> TargetCheckpoint:
+        return read_target(self.recipe.target, self.recipe.target_revision)
+
+    @cached_property
+    def drafter(self) -> DrafterCheckpoint:
+        drafter = read_drafter(self.recipe.drafter, self.target, self.recipe.drafter_revision)
+        check_pairing(self.target, drafter)
+        return drafter
+
+    @property
+    def limits(self) -> EngineLimits:
+        return EngineLimits(self.recipe.max_slots, self.recipe.max_seq_len, self.recipe.max_batch_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One link of the chain."""
+
+    name: str
+    predecessors: tuple[str, ...]
+    settings: Callable[[Context], dict[str, Any]]
+    make: Callable[[Context, Path, StageProgress], None]
+    inputs: Callable[[Context], list[Path]] = lambda context: []
+
+
+def _write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def _checkpoint_inputs(context: Context) -> list[Path]:
+    recipe = context.recipe
+    target = source_files(locate(recipe.target, recipe.target_revision))
+    return [*target, *source_files(locate(recipe.drafter, recipe.drafter_revision))]
+
+
+def _make_checkpoints(context: Context, folder: Path, progress: StageProgress) -> None:
+    recipe = context.recipe
+    _write_json(folder / "target.json", spec_to_json(context.target.spec))
+    progress(0.3)
+    _write_json(folder / "drafter.json", spec_to_json(context.drafter.spec))
+    progress(0.6)
+    write_tokenizer(
+        recipe.target,
+        folder / "tokenizer",
+        revision=recipe.target_revision,
+        chat_template_kwargs=recipe.chat_template_kwargs,
+    )
+
+
+def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> None:
+    target, drafter, precision = context.target, context.drafter, context.recipe.precision
+    write_target_graph(
+        target,
+        folder,
+        taps=drafter.spec.target_layer_ids,
+        limits=context.limits,
+        gamma=drafter.spec.gamma,
+        precision=precision,
+        attention="gqa",
+    )
+    progress(0.8)
+    write_drafter_graphs(target, drafter, folder, limits=context.limits, precision=precision, attention="drafter")
+
+
+def _engine_settings(context: Context) -> dict[str, Any]:
+    recipe = context.recipe
+    return asdict(EngineSettings(backend="onnxruntime", num_threads=recipe.num_threads))
+
+
+def _make_engines(context: Context, folder: Path, progress: StageProgress) -> None:
+    _write_json(folder / "engine.json", _engine_settings(context))
+
+
+def _make_steptable(context: Context, folder: Path, progress: StageProgress) -> None:
+    target, drafter = open_engines(context.output)
+    spec = context.drafter.spec
+    table = profile(
+        target,
+        drafter,
+        tap_width=spec.num_taps * spec.decoder.hidden_size,
+        provenance={"host": host.fingerprint(), "precision": context.recipe.precision},
+        progress=progress,
+    )
+    table.save(folder / "step_table.json")
+
+
+def _make_calibration(context: Context, folder: Path, progress: StageProgress) -> None:
+    gamma = context.drafter.spec.gamma
+    _write_json(folder / "temperatures.json", {"kind": "neutral", "temperatures": [1.0] * gamma})
+
+
+def _make_model_repo(context: Context, folder: Path, progress: StageProgress) -> None:
+    write_model_repo(
+        context.output,
+        folder,
+        engine_model_name=context.recipe.engine_model_name,
+        max_slots=context.recipe.max_slots,
+    )
+
+
+STAGES = (
+    Stage(
+        name="checkpoints",
+        predecessors=(),
+        settings=lambda context: {"chat_template_kwargs": context.recipe.chat_template_kwargs},
+        make=_make_checkpoints,
+        inputs=_checkpoint_inputs,
+    ),
+    Stage(
+        name="graphs",
+        predecessors=("checkpoints",),
+        settings=lambda context: {"precision": context.recipe.precision, "limits": asdict(context.limits)},
+        make=_make_graphs,
+    ),
+    Stage(name="engines", predecessors=("graphs",), settings=_engine_settings, make=_make_engines),
+    Stage(
+        name="steptable",
+        predecessors=("engines",),
+        settings=lambda context: {"host": host.fingerprint()},
+        make=_make_steptable,
+    ),
+    Stage(name="calibration", predecessors=("engines",), settings=lambda context: {}, make=_make_calibration),
+    Stage(
+        name="triton_model_repo",
+        predecessors=("engines",),
+        settings=lambda context: {"engine_model_name": context.recipe.engine_model_name},
+        make=_make_model_repo,
+    ),
+)
