@@ -22,7 +22,7 @@ OPSET = 24
 # The vocabulary is searched in two levels, blocks first: exact enough in float32 and much faster than a scan over V.
 BLOCK_SIZE = 128
 _PADDING_LOGIT = -3e38  # below -LARGEST_LOGIT: padding of the last block is never chosen
-_LARGEST_FRACTION = 1 - 1e-12
+_LARGEST_FRACTION = 1 - 2.0**-23  # stays below 1 where a compiler computes float64 as float32 (TensorRT does)
 
 
 def markov_head_node(form: MarkovHeadForm, inputs: Sequence[str], outputs: Sequence[str]) -> onnx.NodeProto:

@@ -118,4 +118,5 @@ def draw(logits: NDArray[np.float32], temperatures: Array, uniforms: Array) -> N
     cumulative = weights.cumsum(axis=1)
     # the last partial sum is above every uniform's share, so the count stays below V
     sampled = (cumulative <= uniforms.astype(np.float64)[:, None] * cumulative[:, -1:]).sum(axis=1)
-    return np.where(temperatures > 0, sampled, greedy).astype(np.int64)
+    ids: NDArray[np.int64] = np.where(temperatures > 0, sampled, greedy)
+    return ids
