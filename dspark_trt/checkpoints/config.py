@@ -1,0 +1,237 @@
+"""config.json and generation_config.json: what is read, and what is refused because it would change the mathematics.
+
+These are other people's files: unknown keys are allowed. The keys of `_NEUTRAL_VALUES` stand for features that are not
+implemented; any other value than the listed ones is refused by name, since ignoring it would give wrong output silently.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
+
+from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, rope_spec
+from dspark_trt.checkpoints.spec import DecoderSpec, GenerationDefaults, RopeSpec
+from dspark_trt.errors import CheckpointError
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    # rotary variants
+    "partial_rotary_factor": (1,),
+    "rotary_pct": (1,),
+    "rope_interleaved": (False,),
+    "rope_interleave": (False,),
+    "rope_is_neox_style": (True,),
+    "is_neox_style": (True,),
+    "no_rope_layers": (),
+    # attention variants
+    "use_swa": (False,),
+    "swa_window_size": (),
+    "sliding_window_non_causal": (False,),
+    "attention_sink_bias": (False,),
+    "attention_sinks": (False,),
+    "attention_k_eq_v": (False,),
+    "attention_multiplier": (),
+    "query_pre_attn_scalar": (),
+    "attn_logit_softcapping": (),
+    "attn_temperature_tuning": (False,),
+    "kv_lora_rank": (),
+    "clip_qkv": (),
+    "add_cross_attention": (False,),
+    # scales of embedding, residual stream and logits
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "logits_scaling": (1,),
+    "logit_scale": (1,),
+    "scale_emb": (1,),
+    "scale_depth": (),
+    "final_logit_softcapping": (),
+    # mixture of experts
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+    "n_routed_experts": (0,),
+    # weights that are not plain numbers
+    "quantization_config": (),
+    "compression_config": (),
+}
+
+
+class DecoderConfig(BaseModel):
+    """The keys that a decoder stack of the Llama and Qwen3 families is made from."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=())
+
+    architectures: list[str] | None = None
+    model_type: str
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
+    rms_norm_eps: PositiveFloat
+    max_position_embeddings: PositiveInt
+    original_max_position_embeddings: PositiveInt | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tie_word_embeddings: bool = False
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    rope_theta: PositiveFloat | None = None
+    rope_scaling: RopeParameters | None = None
+    rope_parameters: RopeParameters | None = None
+    layer_types: list[str] | None = None
+    use_sliding_window: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 28
+
+
+class GenerationConfig(BaseModel):
+    """The keys of generation_config.json that become defaults of a request."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+
+    do_sample: bool | None = None
+    temperature: float | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=0)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    repetition_penalty: PositiveFloat | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def defaults(self) -> GenerationDefaults:
+        """Greedy unless `do_sample` is true. What the file does not state is off (transformers would take top_k 50)."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return GenerationDefaults(
+            temperature=float(temperature) if self.do_sample else 0.0,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else float(self.top_p),
+            min_p=float(self.min_p or 0.0),
+            repetition_penalty=float(self.repetition_penalty or 1.0),
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Raises CheckpointError when the file is absent, is not JSON or is not an object."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder (config.json, *.safetensors, "
+            "tokenizer.json) or, for the target, the path of a .gguf file"
+        ) from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error}); download the file again") from None
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}; download the file again")
+    return values
+
+
+def parse(model: type[Model], values: dict[str, Any], where: str, hints: dict[str, str] | None = None) -> Model:
+    """Validate `values`. Raises CheckpointError that names the key, what was found and what to do (from `hints`)."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        hint = (hints or {}).get(str(first["loc"][0]), "compare it with the configuration of a published checkpoint")
+        if first["type"] == "missing":
+            raise CheckpointError(f"{where}: {key} is missing; {hint}") from None
+        if first["type"] == "extra_forbidden":
+            raise CheckpointError(f"{where}: {key} = {first['input']!r} is not implemented; {hint}") from None
+        raise CheckpointError(f"{where}: {key}: {first['msg']}, found {first['input']!r}; {hint}") from None
+
+
+def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -> None:
+    """Raises CheckpointError when a key says that the model computes something that is not implemented.
+
+    `is_causal` is what the attention of this kind of model is here: true for targets, false inside a draft block.
+    """
+    neutral = {**_NEUTRAL_VALUES, "is_causal": (is_causal,)}
+    for key, value in values.items():
+        if key in neutral and value is not None and value not in neutral[key]:
+            expected = " or ".join(map(repr, (*neutral[key], "absent")))
+            raise CheckpointError(
+                f"{where}: {key} = {_short(value)} is not implemented (expected {expected}); ignoring it would change the "
+                "output, so use a checkpoint without it"
+            )
+
+
+def decoder_spec(config: DecoderConfig, where: str, *, has_qk_norm: bool, default_head_dim: int | None) -> DecoderSpec:
+    """Raises CheckpointError for sliding windows in use, rope variants and head counts that do not divide."""
+    _refuse_sliding_window(config, where)
+    num_kv_heads = config.num_key_value_heads or config.num_attention_heads
+    if config.num_attention_heads % num_kv_heads:
+        raise CheckpointError(
+            f"{where}: num_attention_heads = {config.num_attention_heads} is not a multiple of num_key_value_heads = "
+            f"{num_kv_heads}; the configuration does not belong to a checkpoint"
+        )
+    head_dim = config.head_dim or default_head_dim or config.hidden_size // config.num_attention_heads
+    if head_dim % 2:
+        raise CheckpointError(f"{where}: head_dim = {head_dim} is odd; rotary embedding needs an even one")
+    return DecoderSpec(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        vocab_size=config.vocab_size,
+        rms_norm_eps=float(config.rms_norm_eps),
+        rope=_rope(config, where),
+        max_position_embeddings=config.max_position_embeddings,
+        has_qk_norm=has_qk_norm,
+        has_qkv_bias=config.attention_bias,
+        has_o_bias=config.attention_bias,
+        has_mlp_bias=config.mlp_bias,
+    )
+
+
+def eos_token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
+    """Every end-of-sequence id of the given keys, in order, each once."""
+    ids = [token for value in values for token in (value if isinstance(value, list) else [value]) if token is not None]
+    return tuple(dict.fromkeys(ids))
+
+
+def _rope(config: DecoderConfig, where: str) -> RopeSpec:
+    specs = [
+        rope_spec(
+            parameters,
+            theta=config.rope_theta,
+            original=config.original_max_position_embeddings,
+            max_position_embeddings=config.max_position_embeddings,
+            where=where,
+        )
+        for parameters in (config.rope_scaling, config.rope_parameters)
+        if parameters is not None
+    ] or [RopeSpec(float(config.rope_theta or DEFAULT_THETA))]
+    if len(set(specs)) > 1:
+        raise CheckpointError(f"{where}: rope_scaling and rope_parameters contradict each other; remove the wrong one")
+    return specs[0]
+
+
+def _refuse_sliding_window(config: DecoderConfig, where: str) -> None:
+    is_used = (
+        config.use_sliding_window and config.sliding_window and config.max_window_layers < config.num_hidden_layers
+    )
+    layer_types = set(config.layer_types or ()) - {"full_attention"}
+    if is_used or layer_types:
+        found = (
+            f"layer_types has {sorted(layer_types)}"
+            if layer_types
+            else f"use_sliding_window, window {config.sliding_window}"
+        )
+        raise CheckpointError(
+            f"{where}: {found}: a sliding window is not implemented (expected full attention in every layer); ignoring it "
+            "would change the output, so use a checkpoint without it"
+        )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value) if isinstance(value, dict | list) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,223 @@
+"""Reads a GGUF file of the Llama or Qwen3 dense family as a target.
+
+The hyperparameters are a closed list: a key under the architecture's name that is not known here would change the
+mathematics, so it is refused by name. Source: the GGUF key registry of the `gguf` package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import gguf
+import numpy as np
+
+from dspark_trt.checkpoints.config import eos_token_ids
+from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
+from dspark_trt.checkpoints.layout import HEAD, check_tensors, target_shapes
+from dspark_trt.checkpoints.rope import yarn_mscale
+from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec, TargetCheckpoint, TargetSpec, WeightStore
+from dspark_trt.errors import CheckpointError
+
+_FAMILIES = ("llama", "qwen3")
+_KNOWN_KEYS = {
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "vocab_size",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scale_linear",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.finetuned",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
+    "rope.scaling.yarn_ext_factor",
+}
+_NEUTRAL_VALUES = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.yarn_ext_factor": 1.0}
+_LLAMA3_ORIGINAL_CONTEXT = 8192  # of every published llama3-scaled model; verified against the stored frequencies
+_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
+
+
+def open_gguf(path: Path) -> Any:
+    """A gguf.GGUFReader. Raises CheckpointError for a truncated file, another format or one part of a split model."""
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OSError) as error:
+        raise CheckpointError(f"{path}: not a complete GGUF file ({error}); download it again") from None
+    if num_parts := field(reader, "split.count"):
+        raise CheckpointError(
+            f"{path}: one of {num_parts} parts of a split model; join them with `llama-gguf-split --merge` first"
+        )
+    return reader
+
+
+def field(reader: Any, key: str) -> Any:
+    """The value of a metadata key, or None."""
+    entry = reader.get_field(key)
+    return None if entry is None else entry.contents()
+
+
+def read_gguf_target(path: Path) -> TargetCheckpoint:
+    """Raises CheckpointError when the file is damaged, of another family, or has metadata that is not implemented."""
+    reader = open_gguf(path)
+    family = field(reader, gguf.Keys.General.ARCHITECTURE)
+    if family not in _FAMILIES:
+        raise CheckpointError(f"{path}: architecture {family!r} is not supported; expected {' or '.join(_FAMILIES)}")
+    get = _hyperparameters(reader, family, path)
+    tensors = {canonical_name(tensor.name): tensor for tensor in reader.tensors}
+    rope_factors = tensors.pop(ROPE_FREQUENCIES, None)
+    decoder = _decoder(get, tensors, path)
+    if rope_factors is not None:
+        decoder = _with_rope_factors(decoder, gguf.dequantize(rope_factors.data, rope_factors.tensor_type), get, path)
+    spec = TargetSpec(
+        family=cast(Literal["llama", "qwen3"], family),
+        decoder=decoder,
+        is_head_tied=HEAD not in tensors,
+        eos_token_ids=gguf_eos_token_ids(reader),
+        bos_token_id=field(reader, gguf.Keys.Tokenizer.BOS_ID),
+    )
+    weights: WeightStore = GgufStore(path, tensors, _permuted_heads(spec, tensors))
+    check_tensors(weights, target_shapes(spec), str(path))
+    return TargetCheckpoint(spec, weights, (path,))
+
+
+def gguf_eos_token_ids(reader: Any) -> tuple[int, ...]:
+    """End of sequence, of turn and of message, as far as the file names them."""
+    keys = (gguf.Keys.Tokenizer.EOS_ID, gguf.Keys.Tokenizer.EOT_ID, gguf.Keys.Tokenizer.EOM_ID)
+    return eos_token_ids(*(field(reader, key) for key in keys))
+
+
+Getter = Callable[[str], Any]
+
+
+def _hyperparameters(reader: Any, family: str, path: Path) -> Getter:
+    values = {
+        key.removeprefix(f"{family}."): reader.get_field(key).contents()
+        for key in reader.fields
+        if key.startswith(f"{family}.")
+    }
+    for key, value in values.items():
+        neutral = _NEUTRAL_VALUES.get(key)
+        if (neutral is not None and value != neutral) or (neutral is None and key not in _KNOWN_KEYS):
+            raise CheckpointError(
+                f"{path}: metadata {family}.{key} = {value!r} is not implemented; ignoring it would change the output, so "
+                "use the model's Hugging Face checkpoint or another model"
+            )
+        if isinstance(value, list):
+            raise CheckpointError(
+                f"{path}: metadata {family}.{key} differs by layer ({value}), which is not implemented"
+            )
+    return values.get
+
+
+def _decoder(get: Getter, tensors: dict[str, Any], path: Path) -> DecoderSpec:
+    def require(key: str) -> Any:
+        if (value := get(key)) is None:
+            raise CheckpointError(f"{path}: metadata key {key} is missing; convert the model again")
+        return value
+
+    hidden_size, num_heads = require("embedding_length"), require("attention.head_count")
+    head_dim = get("attention.key_length") or hidden_size // num_heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if get(key) not in (None, head_dim):
+            raise CheckpointError(
+                f"{path}: {key} = {get(key)} differs from the head dimension {head_dim}, which is not implemented"
+            )
+    embedding = tensors.get("embed_tokens.weight")
+    vocab_size = get("vocab_size") or (0 if embedding is None else int(embedding.shape[1]))
+    context = require("context_length")
+    return DecoderSpec(
+        num_layers=require("block_count"),
+        hidden_size=hidden_size,
+        intermediate_size=require("feed_forward_length"),
+        num_heads=num_heads,
+        num_kv_heads=get("attention.head_count_kv") or num_heads,
+        head_dim=head_dim,
+        vocab_size=vocab_size,
+        rms_norm_eps=float(require("attention.layer_norm_rms_epsilon")),
+        rope=_rope(get, context, path),
+        max_position_embeddings=context,
+        has_qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+        has_qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
+        has_o_bias="layers.0.self_attn.o_proj.bias" in tensors,
+        has_mlp_bias="layers.0.mlp.gate_proj.bias" in tensors,
+    )
+
+
+def _rope(get: Getter, context: int, path: Path) -> RopeSpec:
+    theta = float(get("rope.freq_base") or 10000.0)
+    factor = get("rope.scaling.factor") or get("rope.scale_linear")
+    match get("rope.scaling.type") or ("linear" if get("rope.scale_linear") else "none"):
+        case "none":
+            return RopeSpec(theta)
+        case "linear" if factor:
+            return RopeSpec(theta, "linear", factor=float(factor))
+        case "yarn" if factor:
+            return RopeSpec(
+                theta,
+                "yarn",
+                factor=float(factor),
+                original_max_position_embeddings=get("rope.scaling.original_context_length") or context,
+                beta_fast=float(get("rope.scaling.yarn_beta_fast") or 32),
+                beta_slow=float(get("rope.scaling.yarn_beta_slow") or 1),
+                # llama.cpp multiplies the factor that yarn defines, Hugging Face's attention_factor replaces it
+                attention_factor=float(get("rope.scaling.attn_factor") or 1.0) * yarn_mscale(float(factor)),
+            )
+        case rope_type:
+            raise CheckpointError(
+                f"{path}: rope scaling {rope_type!r} with factor {factor} is not implemented; expected none, linear or yarn "
+                "with a factor"
+            )
+
+
+def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Path) -> DecoderSpec:
+    """The file holds one divisor per frequency instead of the llama3 parameters: find these, and prove that they fit."""
+    if np.all(factors == 1):
+        return decoder
+    factor = float(np.max(factors))
+    original = get("rope.scaling.original_context_length") or _LLAMA3_ORIGINAL_CONTEXT
+    expected = _llama3_divisors(decoder.rope.theta, decoder.head_dim, factor, original)
+    if (
+        decoder.rope.rope_type != "default"
+        or factors.shape != expected.shape
+        or not np.allclose(factors, expected, 1e-4)
+    ):
+        raise CheckpointError(
+            f"{path}: the frequencies of {ROPE_FREQUENCIES} are not those of llama3 scaling with factor {factor}, original "
+            f"context {original}, low {_LLAMA3_LOW} and high {_LLAMA3_HIGH}; use the model's Hugging Face checkpoint"
+        )
+    rope = RopeSpec(
+        decoder.rope.theta,
+        "llama3",
+        factor=factor,
+        original_max_position_embeddings=original,
+        low_freq_factor=_LLAMA3_LOW,
+        high_freq_factor=_LLAMA3_HIGH,
+    )
+    return replace(decoder, rope=rope)
+
+
+def _llama3_divisors(theta: float, head_dim: int, factor: float, original: int) -> Any:
+    """By how much llama3 scaling divides each of the head_dim / 2 frequencies."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _permuted_heads(spec: TargetSpec, tensors: dict[str, Any]) -> dict[str, int]:
+    if spec.family != "llama":
+        return {}
+    heads = {"q_proj": spec.decoder.num_heads, "k_proj": spec.decoder.num_kv_heads}
+    return {name: heads[part] for name in tensors for part in heads if f".{part}." in name}

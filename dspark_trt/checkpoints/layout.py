@@ -1,0 +1,146 @@
+"""Which tensors a checkpoint must have, and the check that it has exactly these.
+
+Shape letters: `V` vocabulary, `D` hidden, `M` tap layers, `N`/`K` query/KV heads, `H` head dim, `r` Markov rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec, TargetSpec, WeightStore
+from dspark_trt.errors import CheckpointError
+
+EMBEDDING = "embed_tokens.weight"
+HEAD = "lm_head.weight"
+FLOAT_DTYPES = ("float32", "float16", "bfloat16")
+
+Shapes = dict[str, tuple[int, ...]]
+
+_CHUNK_ELEMENTS = 1 << 24
+
+
+def target_shapes(spec: TargetSpec) -> Shapes:
+    """Canonical name -> shape of every tensor of a target."""
+    vocabulary = (spec.decoder.vocab_size, spec.decoder.hidden_size)
+    shapes = _decoder_shapes(spec.decoder) | {EMBEDDING: vocabulary}
+    return shapes if spec.is_head_tied else shapes | {HEAD: vocabulary}
+
+
+def drafter_shapes(spec: DrafterSpec) -> Shapes:
+    """Canonical name -> shape of every tensor of a drafter. Source: paper section 3.1, eq. 2-7."""
+    V, D, r = spec.decoder.vocab_size, spec.decoder.hidden_size, spec.markov_rank
+    shapes = _decoder_shapes(spec.decoder)
+    shapes |= {"fc.weight": (D, spec.num_taps * D), "hidden_norm.weight": (D,)}
+    if spec.has_own_embedding:
+        shapes[EMBEDDING] = (V, D)
+    if spec.has_own_head:
+        shapes[HEAD] = (V, D)
+    if r:
+        shapes |= {"markov_head.markov_w1.weight": (V, r), "markov_head.markov_w2.weight": (V, r)}
+    if r and spec.markov_head_type == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (r, D + r), "markov_head.gate_proj.bias": (r,)}
+    if r and spec.markov_head_type == "rnn":
+        shapes |= {"markov_head.joint_proj.weight": (3 * r, 2 * r + D), "markov_head.joint_proj.bias": (3 * r,)}
+    if spec.has_confidence_head:
+        shapes["confidence_head.proj.weight"] = (1, D + (r if spec.is_confidence_with_markov else 0))
+    if spec.has_confidence_bias:
+        shapes["confidence_head.proj.bias"] = (1,)
+    return shapes
+
+
+def _decoder_shapes(spec: DecoderSpec) -> Shapes:
+    D, query, key_value = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    linears = {
+        "self_attn.q_proj": ((query, D), spec.has_qkv_bias),
+        "self_attn.k_proj": ((key_value, D), spec.has_qkv_bias),
+        "self_attn.v_proj": ((key_value, D), spec.has_qkv_bias),
+        "self_attn.o_proj": ((D, query), spec.has_o_bias),
+        "mlp.gate_proj": ((spec.intermediate_size, D), spec.has_mlp_bias),
+        "mlp.up_proj": ((spec.intermediate_size, D), spec.has_mlp_bias),
+        "mlp.down_proj": ((D, spec.intermediate_size), spec.has_mlp_bias),
+    }
+    layer: Shapes = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
+    for name, (shape, has_bias) in linears.items():
+        layer[f"{name}.weight"] = shape
+        if has_bias:
+            layer[f"{name}.bias"] = shape[:1]
+    if spec.has_qk_norm:
+        layer |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
+    shapes: Shapes = {"norm.weight": (D,)}
+    for index in range(spec.num_layers):
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def check_tensors(weights: WeightStore, expected: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Every expected tensor is there with its shape and a float element type, and there is no other one.
+
+    Raises CheckpointError that names the tensor, what was expected and what was found.
+    """
+    found = weights.names()
+    for name in expected:
+        if name not in found:
+            raise CheckpointError(
+                f"{where}: tensor {name} is missing (expected shape {list(expected[name])}, one of "
+                f"{len(expected)} tensors, found {len(found)}); download the checkpoint again or correct its config.json"
+            )
+    unexpected = [name for name in found if name not in expected]
+    if unexpected:
+        found_shape = list(weights.info(unexpected[0]).shape)
+        more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
+        raise CheckpointError(
+            f"{where}: tensor {unexpected[0]} with shape {found_shape}{more} is not expected: config.json does not say what it is "
+            "for, and leaving it out would change the output. Correct config.json, or use a checkpoint of a supported form"
+        )
+    for name, shape in expected.items():
+        info = weights.info(name)
+        if info.shape != shape:
+            raise CheckpointError(
+                f"{where}: tensor {name} has shape {list(info.shape)}, expected {list(shape)} from config.json; the weights "
+                "and the configuration do not belong together"
+            )
+        if info.dtype not in FLOAT_DTYPES:
+            raise CheckpointError(
+                f"{where}: tensor {name} has element type {info.dtype}, expected one of {', '.join(FLOAT_DTYPES)}; "
+                "use the unquantised checkpoint"
+            )
+
+
+def check_finite(weights: WeightStore, where: str) -> None:
+    """Reads every weight once. Raises CheckpointError that names the first tensor with NaN or infinite elements."""
+    for name in weights.names():
+        array = weights.array(name)
+        num_bad = sum(int(np.count_nonzero(~_is_finite(chunk))) for chunk in _chunks(array))
+        if num_bad:
+            raise CheckpointError(
+                f"{where}: tensor {name} has {num_bad} NaN or infinite elements out of {array.size}; download the checkpoint "
+                "again, or use another one"
+            )
+
+
+def is_equal(left: NDArray[np.generic], right: NDArray[np.generic]) -> bool:
+    """Whether two tensors hold the same numbers, whatever their element types; stops at the first difference."""
+    if left.shape != right.shape:
+        return False
+    pairs = zip(_chunks(left), _chunks(right), strict=True)
+    return all(np.array_equal(a.astype(np.float32), b.astype(np.float32)) for a, b in pairs)
+
+
+def _chunks(array: NDArray[np.generic]) -> list[NDArray[np.generic]]:
+    """Views of at most about `_CHUNK_ELEMENTS` elements, so that a mapped file is never copied whole."""
+    flat = array.reshape(-1)
+    return [flat[start : start + _CHUNK_ELEMENTS] for start in range(0, flat.size, _CHUNK_ELEMENTS)]
+
+
+def _is_finite(chunk: NDArray[np.generic]) -> NDArray[np.bool_]:
+    """All exponent bits set means NaN or infinite; integer arithmetic, since numpy has no fast path for bfloat16."""
+    bits, exponent = {
+        "float32": (np.dtype(np.uint32), 0x7F800000),
+        "float16": (np.dtype(np.uint16), 0x7C00),
+        "bfloat16": (np.dtype(np.uint16), 0x7F80),
+    }[chunk.dtype.name]
+    finite: NDArray[np.bool_] = (chunk.view(bits) & bits.type(exponent)) != exponent
+    return finite

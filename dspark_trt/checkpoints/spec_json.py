@@ -1,0 +1,40 @@
+"""Specifications as JSON, for the build directory."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
+from dspark_trt.errors import ManifestError
+
+Spec = TypeVar("Spec", TargetSpec, DrafterSpec)
+
+
+def spec_to_json(spec: TargetSpec | DrafterSpec) -> dict[str, Any]:
+    """The specification as JSON-able values."""
+    values: dict[str, Any] = TypeAdapter(type(spec)).dump_python(spec, mode="json")
+    return values
+
+
+def target_spec_from_json(values: Any) -> TargetSpec:
+    """Raises ManifestError when `values` were not written by `spec_to_json`."""
+    return _from_json(TargetSpec, values)
+
+
+def drafter_spec_from_json(values: Any) -> DrafterSpec:
+    """Raises ManifestError when `values` were not written by `spec_to_json`."""
+    return _from_json(DrafterSpec, values)
+
+
+def _from_json(kind: type[Spec], values: Any) -> Spec:
+    try:
+        spec = TypeAdapter(kind).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ManifestError(f"{kind.__name__}: {key}: {first['msg']}; run the build again") from None
+    if spec_to_json(spec) != values:  # pydantic ignores unknown keys of a dataclass and fills absent ones
+        raise ManifestError(f"{kind.__name__}: the keys are not those of this version; run the build again")
+    return spec

@@ -1,0 +1,118 @@
+"""Reads a target: a Hugging Face checkpoint of the Llama or Qwen3 dense family, or a GGUF file of these."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from dspark_trt.checkpoints.config import (
+    DecoderConfig,
+    GenerationConfig,
+    decoder_spec,
+    eos_token_ids,
+    parse,
+    read_json,
+    refuse_unsupported,
+)
+from dspark_trt.checkpoints.gguf_target import read_gguf_target
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, is_equal, target_shapes
+from dspark_trt.checkpoints.locate import locate, source_files
+from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
+from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
+from dspark_trt.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_QWEN3_HEAD_DIM = 128  # what the format says when head_dim is not written
+_IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_tokens", "bad_words_ids", "epsilon_cutoff")
+
+
+def read_target(source: str, revision: str | None = None) -> TargetCheckpoint:
+    """Read the target at `source`: a folder, a .gguf file or a hub id.
+
+    Raises CheckpointError when it cannot be read, is of another family, needs something that is not implemented, or when its
+    tensors do not fit its configuration; EnvironmentMissingError when the hub cannot be reached.
+    """
+    path = locate(source, revision)
+    return read_gguf_target(path) if path.is_file() else _read_folder(path)
+
+
+def _read_folder(folder: Path) -> TargetCheckpoint:
+    where = str(folder / "config.json")
+    values = read_json(folder / "config.json")
+    family = _family(values, where)
+    refuse_unsupported(values, where, is_causal=True)
+    config = parse(DecoderConfig, values, where)
+    generation = read_generation_config(folder)
+    weights = open_safetensors(folder, lambda name: name.removeprefix("model."))
+    # Old Llama exports store the rotary frequencies, which follow from the configuration.
+    weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
+    if config.tie_word_embeddings:
+        weights = _without_tied_head(weights, where)
+    spec = TargetSpec(
+        family=family,
+        decoder=decoder_spec(
+            config,
+            where,
+            has_qk_norm=family == "qwen3",
+            default_head_dim=_QWEN3_HEAD_DIM if family == "qwen3" else None,
+        ),
+        is_head_tied=config.tie_word_embeddings,
+        eos_token_ids=eos_token_ids(generation.eos_token_id, config.eos_token_id),
+        bos_token_id=config.bos_token_id,
+        generation_defaults=generation.defaults(),
+    )
+    check_tensors(weights, target_shapes(spec), str(folder))
+    check_token_ids(spec, where)
+    return TargetCheckpoint(spec, weights, source_files(folder))
+
+
+def read_generation_config(folder: Path) -> GenerationConfig:
+    """generation_config.json, or an empty one where there is none."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return GenerationConfig()
+    values = read_json(path)
+    for key in _IGNORED_GENERATION_KEYS:
+        if values.get(key):
+            logger.warning("%s: %s = %r has no counterpart here and is left out", path, key, values[key])
+    return parse(GenerationConfig, values, str(path))
+
+
+def check_token_ids(spec: TargetSpec, where: str) -> None:
+    """Raises CheckpointError when a special token lies outside the vocabulary."""
+    for token in (*spec.eos_token_ids, *([] if spec.bos_token_id is None else [spec.bos_token_id])):
+        if not 0 <= token < spec.decoder.vocab_size:
+            raise CheckpointError(
+                f"{where}: token id {token} (bos_token_id or eos_token_id) is outside the vocabulary of "
+                f"{spec.decoder.vocab_size}; correct config.json or generation_config.json"
+            )
+
+
+def _family(values: dict[str, Any], where: str) -> Literal["llama", "qwen3"]:
+    family, architectures = values.get("model_type"), values.get("architectures")
+    if family not in _ARCHITECTURES:
+        raise CheckpointError(
+            f"{where}: model_type {family!r} is not a supported target family; expected "
+            f"{' or '.join(map(repr, _ARCHITECTURES))} (dense)"
+        )
+    if architectures and architectures != [_ARCHITECTURES[family]]:
+        hint = "; this is a drafter, give it as --drafter" if "DSpark" in str(architectures) else ""
+        raise CheckpointError(
+            f"{where}: architectures {architectures} is not supported, expected [{_ARCHITECTURES[family]!r}]{hint}"
+        )
+    return cast(Literal["llama", "qwen3"], family)
+
+
+def _without_tied_head(weights: SafetensorsStore, where: str) -> SafetensorsStore:
+    """Some tied checkpoints (Qwen3-0.6B) store the head all the same: a copy is dropped, another head is a contradiction."""
+    if HEAD not in weights.names():
+        return weights
+    if EMBEDDING in weights.names() and not is_equal(weights.array(EMBEDDING), weights.array(HEAD)):
+        raise CheckpointError(
+            f"{where}: tie_word_embeddings is true, but the file has an {HEAD} that differs from {EMBEDDING}; set "
+            "tie_word_embeddings to false if the head is meant to be used"
+        )
+    return weights.without([HEAD])
