@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
@@ -17,6 +17,9 @@ from dspark_trt.checkpoints.spec import DecoderSpec, GenerationDefaults, RopeSpe
 from dspark_trt.errors import CheckpointError
 
 Model = TypeVar("Model", bound=BaseModel)
+Family = Literal["llama", "qwen3"]
+
+_QWEN3_HEAD_DIM = 128  # what the format says when head_dim is not written
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -162,8 +165,9 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
             )
 
 
-def decoder_spec(config: DecoderConfig, where: str, *, has_qk_norm: bool, default_head_dim: int | None) -> DecoderSpec:
+def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSpec:
     """Raises CheckpointError for sliding windows in use, rope variants and head counts that do not divide."""
+    is_qwen3 = family == "qwen3"
     _refuse_sliding_window(config, where)
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     if config.num_attention_heads % num_kv_heads:
@@ -171,7 +175,8 @@ def decoder_spec(config: DecoderConfig, where: str, *, has_qk_norm: bool, defaul
             f"{where}: num_attention_heads = {config.num_attention_heads} is not a multiple of num_key_value_heads = "
             f"{num_kv_heads}; the configuration does not belong to a checkpoint"
         )
-    head_dim = config.head_dim or default_head_dim or config.hidden_size // config.num_attention_heads
+    default_head_dim = _QWEN3_HEAD_DIM if is_qwen3 else config.hidden_size // config.num_attention_heads
+    head_dim = config.head_dim or default_head_dim
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim = {head_dim} is odd; rotary embedding needs an even one")
     return DecoderSpec(
@@ -185,10 +190,10 @@ def decoder_spec(config: DecoderConfig, where: str, *, has_qk_norm: bool, defaul
         rms_norm_eps=float(config.rms_norm_eps),
         rope=_rope(config, where),
         max_position_embeddings=config.max_position_embeddings,
-        has_qk_norm=has_qk_norm,
+        has_qk_norm=is_qwen3,
         has_qkv_bias=config.attention_bias,
         has_o_bias=config.attention_bias,
-        has_mlp_bias=config.mlp_bias,
+        has_mlp_bias=config.mlp_bias and not is_qwen3,  # a copied Llama key means nothing to Qwen3
     )
 
 

@@ -6,6 +6,7 @@ Shape letters: `V` vocabulary, `D` hidden, `M` tap layers, `N`/`K` query/KV head
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,10 +138,7 @@ def _chunks(array: NDArray[np.generic]) -> list[NDArray[np.generic]]:
 
 def _is_finite(chunk: NDArray[np.generic]) -> NDArray[np.bool_]:
     """All exponent bits set means NaN or infinite; integer arithmetic, since numpy has no fast path for bfloat16."""
-    bits, exponent = {
-        "float32": (np.dtype(np.uint32), 0x7F800000),
-        "float16": (np.dtype(np.uint16), 0x7C00),
-        "bfloat16": (np.dtype(np.uint16), 0x7F80),
-    }[chunk.dtype.name]
-    finite: NDArray[np.bool_] = (chunk.view(bits) & bits.type(exponent)) != exponent
+    exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[chunk.dtype.name]
+    bits: Any = chunk.view(f"u{chunk.dtype.itemsize}")
+    finite: NDArray[np.bool_] = (bits & exponent) != exponent
     return finite

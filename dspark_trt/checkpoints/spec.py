@@ -102,6 +102,9 @@ class DrafterSpec:
     is_confidence_with_markov: bool
     has_own_embedding: bool  # in the file and different from the target's
     has_own_head: bool
+    num_target_layers: int | None = (
+        None  # layers of the target that it was trained for, where its configuration says so
+    )
 
     @property
     def num_taps(self) -> int:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from dspark_trt.checkpoints.config import (
     DecoderConfig,
+    Family,
     GenerationConfig,
     decoder_spec,
     eos_token_ids,
@@ -25,7 +26,6 @@ from dspark_trt.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_QWEN3_HEAD_DIM = 128  # what the format says when head_dim is not written
 _IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_tokens", "bad_words_ids", "epsilon_cutoff")
 
 
@@ -53,12 +53,7 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
         weights = _without_tied_head(weights, where)
     spec = TargetSpec(
         family=family,
-        decoder=decoder_spec(
-            config,
-            where,
-            has_qk_norm=family == "qwen3",
-            default_head_dim=_QWEN3_HEAD_DIM if family == "qwen3" else None,
-        ),
+        decoder=decoder_spec(config, family, where),
         is_head_tied=config.tie_word_embeddings,
         eos_token_ids=eos_token_ids(generation.eos_token_id, config.eos_token_id),
         bos_token_id=config.bos_token_id,
@@ -91,7 +86,7 @@ def check_token_ids(spec: TargetSpec, where: str) -> None:
             )
 
 
-def _family(values: dict[str, Any], where: str) -> Literal["llama", "qwen3"]:
+def _family(values: dict[str, Any], where: str) -> Family:
     family, architectures = values.get("model_type"), values.get("architectures")
     if family not in _ARCHITECTURES:
         raise CheckpointError(
@@ -103,7 +98,7 @@ def _family(values: dict[str, Any], where: str) -> Literal["llama", "qwen3"]:
         raise CheckpointError(
             f"{where}: architectures {architectures} is not supported, expected [{_ARCHITECTURES[family]!r}]{hint}"
         )
-    return cast(Literal["llama", "qwen3"], family)
+    return cast(Family, family)
 
 
 def _without_tied_head(weights: SafetensorsStore, where: str) -> SafetensorsStore:
