@@ -1,0 +1,145 @@
+"""Brings the target's tokenizer, chat template and special tokens into the build directory, in one form."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from dspark_trt.checkpoints.config import eos_token_ids, read_json
+from dspark_trt.checkpoints.gguf_target import gguf_eos_token_ids, open_gguf
+from dspark_trt.checkpoints.gguf_tokenizer import gguf_chat_template, gguf_special_tokens, gguf_tokenizer
+from dspark_trt.checkpoints.locate import locate
+from dspark_trt.errors import CheckpointError
+from dspark_trt.text import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec, TextSettings
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def write_tokenizer(
+    source: str,
+    destination: Path,
+    revision: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the folder `destination` for `TextCodec.load`, from the target at `source` (as for `read_target`).
+
+    Raises CheckpointError when there is no tokenizer.json, when a GGUF file's tokenizer is of a kind that is not known, or
+    when the chat template is not valid Jinja.
+    """
+    path = locate(source, revision)
+    tokenizer, template, special_tokens, eos_ids = _from_gguf(path) if path.is_file() else _from_folder(path)
+    settings = TextSettings(
+        special_tokens=special_tokens, eos_token_ids=eos_ids, chat_template_kwargs=dict(chat_template_kwargs or {})
+    )
+    try:
+        TextCodec(tokenizer, settings, template)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckpointError(f"{path}: the chat template is not valid Jinja: {error} (line {error.lineno})") from None
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}-") as scratch:
+        folder = Path(scratch) / destination.name
+        folder.mkdir()
+        tokenizer.save(str(folder / TOKENIZER_FILE))
+        (folder / SETTINGS_FILE).write_text(settings.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        if template is not None:
+            (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        if destination.exists():
+            shutil.rmtree(destination)
+        folder.rename(destination)
+
+
+Parts = tuple[Tokenizer, str | None, dict[str, str | list[str]], tuple[int, ...]]
+
+
+def _from_gguf(path: Path) -> Parts:
+    reader = open_gguf(path)
+    return (
+        gguf_tokenizer(reader, path),
+        gguf_chat_template(reader),
+        gguf_special_tokens(reader),
+        gguf_eos_token_ids(reader),
+    )
+
+
+def _from_folder(folder: Path) -> Parts:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        other = ", ".join(sorted(path.name for path in folder.glob("*token*"))) or "none"
+        raise CheckpointError(
+            f"{folder}: no tokenizer.json (other tokenizer files: {other}); write one with "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers, or copy it from the model's publisher"
+        )
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises plain Exception
+        raise CheckpointError(f"{file}: not a tokenizer.json ({error}); download it again") from None
+    config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    special_tokens = _special_tokens(folder, config)
+    _apply_bos_setting(tokenizer, config, special_tokens, folder)
+    eos_keys = [
+        read_json(folder / name).get("eos_token_id")
+        for name in ("generation_config.json", "config.json")
+        if (folder / name).is_file()
+    ]
+    return tokenizer, _chat_template(folder, config), special_tokens, eos_token_ids(*eos_keys)
+
+
+def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str | list[str]]:
+    """The variables that transformers hands to a template; an entry is a string or an object with `content`."""
+    older = folder / "special_tokens_map.json"
+    values = (read_json(older) if older.is_file() else {}) | config
+    tokens: dict[str, str | list[str]] = {
+        key: _content(values[key]) for key in _SPECIAL_TOKENS if values.get(key) is not None
+    }
+    if more := values.get("additional_special_tokens"):
+        tokens["additional_special_tokens"] = [_content(token) for token in more]
+    return tokens
+
+
+def _content(token: Any) -> str:
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / TEMPLATE_FILE
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if not isinstance(template, list):
+        return template
+    named = {entry.get("name"): entry.get("template") for entry in template}
+    if "default" not in named:
+        raise CheckpointError(
+            f"{folder}: tokenizer_config.json has chat templates named {sorted(map(str, named))}, none of them 'default'; "
+            f"write the one to use into {TEMPLATE_FILE}"
+        )
+    return str(named["default"])
+
+
+def _apply_bos_setting(
+    tokenizer: Tokenizer, config: dict[str, Any], special_tokens: Mapping[str, str | list[str]], folder: Path
+) -> None:
+    """tokenizer_config.json may state whether a prompt starts with BOS; then it counts, as in transformers."""
+    bos, wanted = special_tokens.get("bos_token"), config.get("add_bos_token")
+    if wanted is None or not isinstance(bos, str):
+        return
+    bos_id = tokenizer.token_to_id(bos)
+    if bos_id is None:
+        raise CheckpointError(f"{folder}: bos_token {bos!r} is not in tokenizer.json; the files do not belong together")
+    if tokenizer.encode("a").ids[:1] != (
+        [bos_id] if wanted else tokenizer.encode("a", add_special_tokens=False).ids[:1]
+    ):
+        set_bos(tokenizer, bos if wanted else None, bos_id)
+
+
+def set_bos(tokenizer: Tokenizer, bos: str | None, bos_id: int) -> None:
+    """Let a prompt start with `bos`, or with no special token where it is None."""
+    single = "$A" if bos is None else f"{bos}:0 $A:0"
+    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[] if bos is None else [(bos, bos_id)])

@@ -1,0 +1,142 @@
+"""Text to token ids and back, and chats to text. Needs only `tokenizers` and `jinja2`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from tokenizers import Tokenizer
+
+from dspark_trt.errors import ManifestError, RequestError
+
+TOKENIZER_FILE = "tokenizer.json"
+TEMPLATE_FILE = "chat_template.jinja"
+SETTINGS_FILE = "text.json"
+
+Message = Mapping[str, Any]
+
+
+class TextSettings(BaseModel):
+    """text.json: what tokenizer.json and the template do not hold themselves."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    special_tokens: dict[str, str | list[str]] = Field(
+        default_factory=dict
+    )  # bos_token, eos_token, ... for the template
+    eos_token_ids: tuple[int, ...] = ()
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # defaults of every render, e.g. enable_thinking
+
+
+class TextCodec:
+    """The tokenizer and the chat template of one build."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: TextSettings, template: str | None) -> None:
+        """`template` is Jinja source, None where the model has no chat template. Raises jinja2.TemplateSyntaxError."""
+        self._tokenizer = tokenizer
+        self._settings = settings
+        self._template = None if template is None else _environment().from_string(template)
+
+    @classmethod
+    def load(cls, folder: Path) -> TextCodec:
+        """Open what the build wrote. Raises ManifestError when a file is missing or damaged."""
+        template = folder / TEMPLATE_FILE
+        try:
+            settings = TextSettings.model_validate_json((folder / SETTINGS_FILE).read_text(encoding="utf-8"))
+            tokenizer = Tokenizer.from_str((folder / TOKENIZER_FILE).read_text(encoding="utf-8"))
+            return cls(tokenizer, settings, template.read_text(encoding="utf-8") if template.is_file() else None)
+        except (OSError, ValidationError, jinja2.TemplateSyntaxError) as error:
+            raise ManifestError(f"{folder}: the tokenizer cannot be opened ({error}); run the build again") from None
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ManifestError(f"{folder / TOKENIZER_FILE} cannot be read ({error}); run the build again") from None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._settings.eos_token_ids
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the highest id that stands for text. The model's own vocabulary may be larger (padding rows)."""
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a plain prompt, with the special tokens that the tokenizer itself adds (a leading BOS, mostly)."""
+        return list(self._tokenizer.encode(text).ids)
+
+    def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> str:
+        """Messages ({"role": ..., "content": ...}) as the text that the model was trained on.
+
+        `kwargs` go to the template and override the stored ones; `add_generation_prompt` is true unless they say otherwise.
+        Raises RequestError when there is no template, or when the template refuses the messages.
+        """
+        if self._template is None:
+            raise RequestError("this model has no chat template; send a plain prompt")
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise RequestError("messages: expected a non-empty list of objects with role and content")
+        variables = {
+            "tools": None,  # templates ask `tools is not none`, which an undefined name would answer with yes
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._settings.special_tokens,
+            **self._settings.chat_template_kwargs,
+            **kwargs,
+            "messages": [{key: value for key, value in message.items() if value is not None} for message in messages],
+        }
+        try:
+            return self._template.render(variables)
+        except Exception as error:  # what a template raises depends on the template
+            raise RequestError(f"the chat template does not accept these messages: {error}") from None
+
+    def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
+        """The ids of a rendered chat; the template writes BOS itself, so none is added."""
+        return list(self._tokenizer.encode(self.render_chat(messages, **kwargs), add_special_tokens=False).ids)
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of `ids`; an incomplete UTF-8 character at an end becomes U+FFFD, an id that is no token nothing."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks assistant text for training masks in some templates; here it renders what it encloses."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    """The helpers and whitespace rules that Hugging Face chat templates are written for."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML characters, which a model was never trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
