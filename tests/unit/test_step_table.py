@@ -1,0 +1,73 @@
+"""The step table: interpolation, extrapolation, noise, and the steps that the profiler times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dspark_trt.errors import ManifestError
+from dspark_trt.steptable.profile import request_grid, token_grid, verification_batch
+from dspark_trt.steptable.table import StepTable
+
+TABLE = StepTable(
+    num_requests=(1, 4),
+    batch_tokens=(1, 2, 4, 8),
+    step_ms=((10.0, 12.0, 11.0, 20.0), (None, None, 16.0, 24.0)),
+    draft_ms=(3.0, 5.0),
+    provenance={},
+)
+
+
+def test_measured_points_are_returned_and_points_between_are_interpolated() -> None:
+    assert TABLE.curve(1, 1, 2).tolist() == [10.0, 12.0]
+    assert TABLE.curve(4, 6, 6).tolist() == [20.0]
+
+
+def test_small_inversion_never_makes_more_tokens_cheaper() -> None:
+    assert np.all(np.diff(TABLE.curve(1, 1, 8)) >= 0)
+
+
+def test_request_count_between_two_measured_ones_takes_the_higher() -> None:
+    assert TABLE.curve(3, 8, 8).tolist() == [24.0]
+
+
+def test_tokens_beyond_the_table_are_extrapolated_upwards() -> None:
+    curve = TABLE.curve(1, 8, 16)
+    assert np.all(np.diff(curve) > 0)
+
+
+def test_curve_of_a_request_count_measured_less_far_still_rises() -> None:
+    table = StepTable((1,), (1, 2, 4, 8), ((10.0, 12.0, 16.0, None),), (3.0,), {})
+    assert table.curve(1, 8, 8)[0] > 16.0
+
+
+def test_table_survives_saving(tmp_path: Path) -> None:
+    TABLE.save(tmp_path / "table.json")
+    assert StepTable.load(tmp_path / "table.json") == TABLE
+
+
+def test_missing_table_is_a_manifest_error(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="no step table"):
+        StepTable.load(tmp_path / "table.json")
+
+
+def test_grids_end_at_the_limits() -> None:
+    assert request_grid(6) == (1, 2, 4, 6)
+    assert token_grid(7, 64)[-1] == 64
+    assert set(range(1, 9)) <= set(token_grid(7, 64))
+
+
+@pytest.mark.parametrize("max_slots", [1, 4])
+@pytest.mark.parametrize("num_requests", [1, 2, 4])
+@pytest.mark.parametrize("batch_tokens", [4, 9, 17, 40])
+def test_timed_step_is_one_that_the_engine_accepts(max_slots: int, num_requests: int, batch_tokens: int) -> None:
+    gamma = 3
+    if num_requests > max_slots or (max_slots == 1 and batch_tokens > gamma + 1):
+        return
+    batch = verification_batch(num_requests, batch_tokens, gamma, depth=16, max_slots=max_slots)
+    assert batch.query_lengths.sum() == batch_tokens == len(batch.token_ids)
+    assert batch.query_lengths.min() >= 1
+    assert batch.query_lengths[: batch.num_decode].max(initial=1) <= gamma + 1
+    assert len(set(batch.rows.tolist())) == len(batch.rows) <= max_slots
