@@ -65,7 +65,7 @@ def write_target(
     did (rope_theta at top level, the rest under rope_scaling). `biases` are those of attention, `mlp_biases` (llama only)
     follow them. config.json gets the first of `eos_token_ids`, generation_config.json all. `tokenizer` writes a byte-level
     BPE of exactly `vocab_size` tokens (at least 260; ids 0..3 are special) with a chat template. `config_extra` is laid
-    over config.json; a value of None removes the key.
+    over config.json alone, not over the tensors; a value of None removes the key.
     """
     head_dim = head_dim or hidden // heads
     mlp_biases = (biases and family == "llama") if mlp_biases is None else mlp_biases
@@ -91,14 +91,14 @@ def write_target(
     }
     if family == "llama":
         config["mlp_bias"] = mlp_biases
-    config |= _rope_keys(rope or DEFAULT_ROPE, rope_style) | (config_extra or {})
+    config |= _rope_keys(rope or DEFAULT_ROPE, rope_style)
     random = np.random.default_rng(seed)
     tensors = _decoder_tensors(random, config, qk_norm=family == "qwen3")
     tensors["embed_tokens.weight"] = _normal(random, (vocab_size, hidden), 3 / hidden**0.5)
     tensors = {f"model.{name}": tensor for name, tensor in tensors.items()}
     if not tied:
         tensors["lm_head.weight"] = _normal(random, (vocab_size, hidden), 3 / hidden**0.5)
-    _write_json(folder / "config.json", config)
+    _write_json(folder / "config.json", config | (config_extra or {}))
     _write_json(
         folder / "generation_config.json",
         {"bos_token_id": 1, "eos_token_id": list(eos_token_ids), **(generation or {})},
@@ -171,7 +171,6 @@ def write_drafter(
         for key in ("rope_theta", "rope_scaling"):
             config.pop(key, None)
         config |= _rope_keys(rope, "parameters")
-    config |= config_extra or {}
     random = np.random.default_rng(seed)
     tensors = _decoder_tensors(random, config, qk_norm=True)
     tensors["fc.weight"] = _linear(random, hidden, len(taps) * hidden)
@@ -187,7 +186,7 @@ def write_drafter(
     elif embed_head == "different":
         for name in ("embed_tokens.weight", "lm_head.weight"):
             tensors[name] = _normal(random, (vocab_size, hidden), 3 / hidden**0.5)
-    _write_json(folder / "config.json", config)
+    _write_json(folder / "config.json", config | (config_extra or {}))
     _save(folder, tensors, dtype, shards)
     return folder
 
