@@ -1,0 +1,128 @@
+"""The two engines and the lengths of their caches: every call reserves, is timed, and fails for its requests alone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal
+
+from dspark_trt.engines.protocol import DraftEngine, TargetBatch, TargetEngine, TargetOutput
+from dspark_trt.errors import CapacityError
+from dspark_trt.runtime.acceptance import Acceptance, pending_taps
+from dspark_trt.runtime.drafting import DraftBlock, PendingTaps, draft_batch, draft_block, ingest_batch
+from dspark_trt.runtime.kv import CacheLengths
+from dspark_trt.runtime.metrics import StepRecord
+from dspark_trt.runtime.slots import RowMove
+from dspark_trt.runtime.state import RequestState
+from dspark_trt.runtime.verification import Segment
+
+logger = logging.getLogger(__name__)
+
+
+class EngineCallFailed(Exception):
+    """An engine call raised. The K/V of its requests are undefined: the requests cannot go on."""
+
+    def __init__(self, states: Sequence[RequestState]) -> None:
+        super().__init__(f"an engine call failed for {len(states)} requests")
+        self.states = states
+
+
+class EngineCalls:
+    """Owns both caches' lengths. `drafter` is None where nothing is drafted."""
+
+    def __init__(self, target: TargetEngine, drafter: DraftEngine | None) -> None:
+        """Raises CapacityError when the engines' limits do not fit each other."""
+        limits = target.limits
+        if limits.max_batch_tokens < limits.max_slots:
+            raise CapacityError(
+                f"engine limits: max_batch_tokens = {limits.max_batch_tokens} is below max_slots = {limits.max_slots}, "
+                "so a full batch could not decode; build with more batch tokens or fewer slots"
+            )
+        if drafter is not None and drafter.limits != limits:
+            raise CapacityError(
+                f"engine limits: the drafter has {drafter.limits}, the target {limits}; build both with the same limits"
+            )
+        self.target = target
+        self.drafter = drafter
+        self.target_cache = CacheLengths(num_rows=limits.max_slots, capacity=limits.max_seq_len)
+        self.context_cache = CacheLengths(num_rows=limits.max_slots, capacity=limits.max_seq_len)
+        self.record = StepRecord()  # of the step that is running
+        self._pending: PendingTaps | None = None
+
+    def keep_taps(self, segments: Sequence[Segment], results: Sequence[Acceptance], output: TargetOutput) -> None:
+        """Copy the taps of what this step committed; the next step ingests them."""
+        if self.drafter is not None:
+            self._pending = pending_taps(segments, results, output.taps)
+
+    def ingest(self) -> None:
+        """Bring the drafter's context up to date with what the last step committed."""
+        pending, self._pending = self._pending, None
+        if pending is None or self.drafter is None or not (pending := pending.without_finished()).states:
+            return
+        batch = ingest_batch(pending, self.context_cache)
+        for state, num_positions in zip(pending.states, pending.num_positions, strict=True):
+            self.context_cache.reserve(state.row, num_positions)
+        with self._call("ingest_ms", pending.states):
+            self.drafter.ingest(batch)
+        for state, num_positions in zip(pending.states, pending.num_positions, strict=True):
+            self.context_cache.commit(state.row, num_positions)
+
+    def draft(self, states: Sequence[RequestState]) -> DraftBlock:
+        """One draft block for each request; its context holds everything up to the anchor."""
+        assert self.drafter is not None, "caps are 0 without a drafter"
+        rows = [state.row for state in states]
+        assert (self.context_cache.committed[rows] == self.target_cache.committed[rows]).all(), "context lags behind"
+        batch = draft_batch(states, self.context_cache, self.drafter.gamma)
+        with self._call("draft_ms", states):
+            output = self.drafter.draft(batch)
+        return draft_block(batch, output)
+
+    def verify(self, batch: TargetBatch, segments: Sequence[Segment]) -> TargetOutput:
+        """One forward pass of the target. Its reservations stand until the loop commits what was accepted."""
+        for segment in segments:
+            self.target_cache.reserve(segment.state.row, segment.num_tokens)
+        with self._call("verify_ms", [segment.state for segment in segments]):
+            return self.target.forward(batch)
+
+    def move_row(self, move: RowMove[RequestState]) -> None:
+        """Copy the live positions of both caches to another row. The lengths follow even if the copy fails."""
+        source, destination = move.source, move.destination
+        lengths = [int(cache.committed[source]) for cache in (self.target_cache, self.context_cache)]
+        self.target_cache.move(source, destination)
+        self.context_cache.move(source, destination)
+        with self._call(None, [move.occupant]):
+            for engine, num_positions in zip((self.target, self.drafter), lengths, strict=True):
+                if engine is not None and num_positions:
+                    engine.move_row(source, destination, num_positions)
+
+    def clear_row(self, row: int) -> None:
+        self.target_cache.clear(row)
+        self.context_cache.clear(row)
+
+    def check_integrity(self, occupants: Sequence[RequestState]) -> None:
+        """Between two steps; `occupants[row]` lives in that row."""
+        for cache in (self.target_cache, self.context_cache):
+            cache.check_integrity(len(occupants))
+        for state in occupants:
+            num_positions = int(self.target_cache.committed[state.row])
+            num_tokens = state.num_prefilled + max(state.num_generated - 1, 0)
+            assert num_positions == num_tokens, (
+                f"{state.request.request_id}: {num_positions} positions, {num_tokens} tokens"
+            )
+
+    @contextmanager
+    def _call(
+        self, timed_as: Literal["ingest_ms", "draft_ms", "verify_ms"] | None, states: Sequence[RequestState]
+    ) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        except Exception as error:  # whatever a backend raises: it is logged in full, the client hears none of it
+            logger.exception("an engine call failed; its %d requests end with an error", len(states))
+            raise EngineCallFailed(states) from error
+        finally:
+            if timed_as:
+                elapsed_ms = (time.perf_counter() - started) * 1e3
+                setattr(self.record, timed_as, getattr(self.record, timed_as) + elapsed_ms)

@@ -1,0 +1,258 @@
+"""The decoding loop: continuous batching of speculative decoding, one `step()` after the other.
+
+One thread owns a loop: `submit`, `cancel` and `step` are called from it and from no other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.engines.protocol import DraftEngine, TargetEngine, TargetOutput
+from dspark_trt.errors import RequestError
+from dspark_trt.runtime.acceptance import Acceptance, accept
+from dspark_trt.runtime.drafting import DraftBlock
+from dspark_trt.runtime.emission import Emission, emit_end, emit_result
+from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
+from dspark_trt.runtime.metrics import LoopTotals, StepRecord
+from dspark_trt.runtime.prefix_scheduler import PrefixScheduler, SchedulerConfig
+from dspark_trt.runtime.request import GenerationRequest, validate
+from dspark_trt.runtime.slots import Slots
+from dspark_trt.runtime.state import Phase, RequestState, new_state
+from dspark_trt.runtime.text_stream import Decode
+from dspark_trt.runtime.verification import Segment, StepPlan, pack, plan_step
+from dspark_trt.steptable.table import StepTable
+
+ENGINE_FAILED = "the engine failed while it worked on this request; send the request again"
+
+
+class DecodingLoop:
+    """Decodes requests with one target and, where there is one, one drafter.
+
+    Every step reads prompts, drafts, verifies and hands out tokens for all requests together; requests join and leave
+    between steps. A failed request ends with finish_reason "error" and never stops the loop; a failed engine call ends
+    the requests it worked on.
+    """
+
+    def __init__(
+        self,
+        *,
+        target: TargetEngine,
+        drafter: DraftEngine | None,
+        step_table: StepTable | None,
+        temperatures: Sequence[float],
+        eos_token_ids: Sequence[int],
+        decode: Decode,
+        scheduler: SchedulerConfig,
+    ) -> None:
+        """`temperatures` [G] calibrate the confidences (STS). `step_table` may be None where the mode prices no steps.
+        Without a drafter, or in a mode that verifies no drafts, this is plain decoding.
+
+        Raises RecipeError and CapacityError when the parts do not fit each other.
+        """
+        self._gamma = 0 if drafter is None else drafter.gamma
+        self._max_verify_len = scheduler.max_verify_len(self._gamma)
+        self.totals = LoopTotals()
+        self.last_step = StepRecord()
+        self._engines = EngineCalls(target, drafter if self._max_verify_len else None)
+        self._limits = target.limits
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._decode = decode
+        self._slots: Slots[RequestState] = Slots(self._limits.max_slots)
+        self._scheduler = (
+            PrefixScheduler(
+                scheduler,
+                step_table=step_table,
+                temperatures=temperatures,
+                gamma=self._gamma,
+                num_rows=self._limits.max_slots,
+            )
+            if self._max_verify_len
+            else None
+        )
+        self._queue: deque[RequestState] = deque()
+        self._states: dict[str, RequestState] = {}  # all that are not finished, by request id
+        self._emissions: list[Emission] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self._states)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a KV row."""
+        return len(self._slots.occupants)
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Queue a request; it gets a KV row when one is free, first come first served.
+
+        Raises RequestError when the request is not acceptable; nothing is queued then.
+        """
+        validate(request, vocab_size=self._engines.target.vocab_size, max_seq_len=self._limits.max_seq_len)
+        if request.request_id in self._states:
+            raise RequestError(f"request_id: {request.request_id!r} is in use; wait for its end or choose another")
+        state = new_state(
+            request, max_seq_len=self._limits.max_seq_len, eos_token_ids=self._eos_token_ids, decode=self._decode
+        )
+        self._states[request.request_id] = state
+        self._queue.append(state)
+        self.totals.num_submitted += 1
+
+    def cancel(self, request_id: str) -> bool:
+        """End a request at the beginning of the next step. False when no request of this id waits or runs."""
+        state = self._states.get(request_id)
+        if state is None:
+            return False
+        state.is_cancelled = True
+        return True
+
+    def step(self) -> list[Emission]:
+        """One iteration over the batch."""
+        started = time.perf_counter()
+        self.last_step = self._engines.record = StepRecord()
+        self._emissions = []
+        self._drop_cancelled()
+        self._admit()
+        if self._slots.occupants:
+            try:
+                self._engines.ingest()  # the drafter's context follows, whether this step drafts or not
+                plan = self._plan()
+                block = self._draft(plan)
+                verify_lens = self._schedule(plan, block)
+                segments, output = self._verify(plan, verify_lens, block)
+                results = accept(segments, output.logits, block)
+                self._commit(segments, results)
+                self._emit(segments, results)
+                self._engines.keep_taps(segments, results, output)
+            except EngineCallFailed as failure:
+                for state in failure.states:
+                    self._end(state, emit_end(state, "error", ENGINE_FAILED))
+            self._vacate()
+            self.totals.num_steps += 1
+        self.last_step.total_ms = (time.perf_counter() - started) * 1e3
+        return self._emissions
+
+    def check_integrity(self) -> None:
+        """Assert what holds between two steps: rows, lengths and requests agree."""
+        self._slots.check_integrity()
+        self._engines.check_integrity(self._slots.occupants)
+        assert len(self._states) == self.num_running + self.num_queued, "a request is neither running nor queued"
+
+    def _drop_cancelled(self) -> None:
+        for state in [each for each in self._states.values() if each.is_cancelled]:
+            if state.phase is Phase.QUEUED:
+                self._queue.remove(state)
+            self._end(state, emit_end(state, "cancelled"))
+        self._vacate()
+
+    def _admit(self) -> None:
+        """Give the free rows to the requests that wait longest."""
+        while self._queue and self._slots.num_free:
+            state = self._queue.popleft()
+            for other in self._slots.occupants:
+                if other.key == state.key:
+                    state.has_twin = other.has_twin = True  # for good: what one has drawn, the other will draw
+            self._slots.occupy(state)
+            state.phase = Phase.PREFILL
+            state.statistics.queue_ms = state.elapsed_ms()
+
+    def _plan(self) -> StepPlan:
+        """What this step may do at most, from the past alone.
+
+        A request whose cap is 0 does not draft: a policy that weighs drafting against plain decoding belongs here.
+        """
+        plan = plan_step(
+            self._slots.occupants,
+            max_verify_len=self._max_verify_len,
+            max_batch_tokens=self._limits.max_batch_tokens,
+        )
+        for index, state in enumerate(plan.decode):
+            state.draw_words(num_slots=1 + (self._gamma if index < plan.num_drafting else 0))
+        for chunk in plan.prefill:
+            chunk.state.draw_words(num_slots=1)
+        return plan
+
+    def _draft(self, plan: StepPlan) -> DraftBlock | None:
+        if not plan.num_drafting:
+            return None
+        block = self._engines.draft(plan.drafting)
+        for state in plan.drafting:
+            state.statistics.draft_ms += self.last_step.draft_ms
+        self.totals.num_drafts_proposed += block.draft_ids.size
+        return block
+
+    def _schedule(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
+        """verify_len of every request that decodes, [R]."""
+        verify_lens = np.zeros(len(plan.decode), dtype=np.int64)
+        if block is not None and self._scheduler is not None:
+            verify_lens[: plan.num_drafting] = self._scheduler.choose(plan, block)
+        return verify_lens
+
+    def _verify(
+        self, plan: StepPlan, verify_lens: NDArray[np.int64], block: DraftBlock | None
+    ) -> tuple[list[Segment], TargetOutput]:
+        batch, segments = pack(plan, verify_lens, block, self._engines.target_cache)
+        record = self.last_step
+        record.num_requests, record.num_prefill_tokens = len(plan.decode), plan.num_prefill_tokens
+        record.batch_tokens, record.num_drafts_verified = len(batch.token_ids), int(verify_lens.sum())
+        self.totals.num_prefill_tokens += record.num_prefill_tokens
+        self.totals.num_drafts_verified += record.num_drafts_verified
+        return segments, self._engines.verify(batch, segments)
+
+    def _commit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
+        """Make valid what was accepted: prompt tokens, or the anchor and the accepted drafts."""
+        for segment, result in zip(segments, results, strict=True):
+            state, num_positions = segment.state, result.num_committed(segment)
+            self._engines.target_cache.commit(state.row, num_positions)
+            if segment.is_prefill:
+                state.num_prefilled += num_positions
+                if state.num_unfilled == 0:
+                    state.phase = Phase.DECODE
+
+    def _emit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
+        """Hand out tokens and text; end the requests that are complete or failed."""
+        for segment, result in zip(segments, results, strict=True):
+            segment.state.statistics.verify_ms += self.last_step.verify_ms
+            emission = emit_result(segment, result)
+            if emission is None:
+                continue
+            self.totals.num_tokens_emitted += len(emission.token_ids)
+            self.last_step.num_tokens_emitted += len(emission.token_ids)
+            if emission.finish_reason:
+                self._end(segment.state, emission)
+            else:
+                self._emissions.append(emission)
+
+    def _end(self, state: RequestState, emission: Emission) -> None:
+        """Hand out the last emission of a request. Its row is freed by `_vacate`."""
+        assert emission.finish_reason is not None, "the last emission says why"
+        state.phase = Phase.FINISHED
+        state.statistics.total_ms = state.elapsed_ms()
+        del self._states[state.request.request_id]
+        self._emissions.append(emission)
+        self.totals.num_finished[emission.finish_reason] += 1
+        self.totals.num_drafts_accepted += state.statistics.num_drafts_accepted
+
+    def _vacate(self) -> None:
+        """Free the rows of finished requests, the highest first: then no finished row is ever moved."""
+        while finished := [state for state in self._slots.occupants if state.phase is Phase.FINISHED]:
+            self._engines.clear_row(finished[-1].row)
+            move = self._slots.release(finished[-1])
+            if move is None:
+                continue
+            try:
+                self._engines.move_row(move)
+                if self._scheduler is not None:
+                    self._scheduler.move_row(move.source, move.destination)
+                self.totals.num_rows_moved += 1
+            except EngineCallFailed:
+                self._end(move.occupant, emit_end(move.occupant, "error", ENGINE_FAILED))

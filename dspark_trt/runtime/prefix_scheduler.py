@@ -1,0 +1,247 @@
+"""Chooses verify_len: how many drafts of each request are sent to verification in this step.
+
+Shape letters: `R` requests, `G` gamma. Source: paper section 3.2.2, Algorithm 1; section 5.2; Appendix A.
+
+What a decision may look at: admitting draft x_j of a request may use x_{<j}, the confidence of slot j (a function of
+x_{<j}), other requests and the past, never x_j itself nor a later slot. All modes keep to that:
+    off, fixed       nothing but `caps`, which are set before anything is drafted
+    threshold        the first confidence below the threshold cuts, later ones are not read
+    early_stop       drafts are admitted in order of survival until expected throughput falls for the first time
+    lagged_budget    how many drafts are admitted is found by a full search over confidences two steps old; the fresh
+                     ones only rank which
+A full search over fresh confidences looks ahead and biases the output, so it does not exist here.
+
+Two live requests with equal random keys draw the same tokens: ranking one by the other's confidences would look ahead.
+They are `forced`: verified up to their caps.
+
+A drafter without a confidence head counts as survival 1 everywhere. The threshold then never cuts, and the adaptive
+modes hand out whole slots breadth first, as many as the step table makes worth their time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.errors import RecipeError
+from dspark_trt.runtime.drafting import DraftBlock
+from dspark_trt.runtime.verification import StepPlan
+from dspark_trt.steptable.table import StepTable
+
+SchedulerMode = Literal["off", "fixed", "threshold", "early_stop", "lagged_budget"]
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The way verify lengths are chosen; fixed for the life of a loop."""
+
+    mode: SchedulerMode = "early_stop"
+    verify_len: int | None = None  # fixed: drafts of every step; None: gamma
+    threshold: float | None = None  # threshold: a draft of lower confidence, and all behind it, is cut
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(SchedulerMode):
+            raise RecipeError(f"scheduler mode: expected one of {get_args(SchedulerMode)}, found {self.mode!r}")
+        if self.verify_len is not None and (self.mode != "fixed" or self.verify_len < 0):
+            raise RecipeError(
+                f"scheduler verify_len: expected an integer >= 0 and mode 'fixed', found {self.verify_len} and "
+                f"mode {self.mode!r}"
+            )
+        if (self.mode == "threshold") != (self.threshold is not None):
+            raise RecipeError(
+                f"scheduler threshold: expected with mode 'threshold' and only there, found {self.threshold} and "
+                f"mode {self.mode!r}"
+            )
+        if self.threshold is not None and not 0.0 <= self.threshold <= 1.0:
+            raise RecipeError(f"scheduler threshold: expected a number in [0, 1], found {self.threshold}")
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the mode needs a step table."""
+        return self.mode in ("early_stop", "lagged_budget")
+
+    def max_verify_len(self, gamma: int) -> int:
+        """The longest prefix this mode ever verifies; 0: nothing needs to be drafted."""
+        if self.mode == "off":
+            return 0
+        return gamma if self.verify_len is None else min(self.verify_len, gamma)
+
+
+def calibrated_confidence(confidence_logits: NDArray[np.float32], temperatures: Floats) -> Floats:
+    """sigmoid(logit / T_j) with the STS temperature of each slot; 0 where the logit is not finite. [R, G] (eq. 7)."""
+    logits = confidence_logits.astype(np.float64)
+    is_finite = np.isfinite(logits)
+    confidence: Floats = np.tanh(0.5 * np.where(is_finite, logits, 0.0) / temperatures) * 0.5 + 0.5
+    confidence[~is_finite] = 0.0
+    return confidence
+
+
+def survival_of(confidence: Floats) -> Floats:
+    """a_{r,j} = prod_{i <= j} c_{r,i}, [R, G]; never rises along a row."""
+    survival: Floats = np.cumprod(confidence, axis=1)
+    return survival
+
+
+def cut_at_threshold(confidence: Floats, caps: Ints, threshold: float) -> Ints:
+    """Drafts before the first confidence below `threshold`, at most `caps`. [R]"""
+    num_kept: Ints = np.cumprod(confidence >= threshold, axis=1, dtype=np.int64).sum(axis=1)
+    return np.minimum(num_kept, caps)
+
+
+def admission_order(survival: Floats, caps: Ints) -> tuple[Ints, Floats]:
+    """The drafts (r, j) with j <= caps[r] by falling survival, ties by (j, r).
+
+    Returns the request of each, [N], and its survival, [N]. Survival never rises along a row and ties go to the earlier
+    slot, so every beginning of this order is made of prefixes.
+    """
+    slots, requests = np.nonzero(np.arange(survival.shape[1])[:, None] < caps[None, :])  # by (j, r)
+    values = survival[requests, slots]
+    order = np.argsort(-values, kind="stable")
+    return requests[order], values[order]
+
+
+def early_stop_count(values: Floats, num_tokens: float, step_ms: Floats) -> int:
+    """Drafts admitted before expected throughput does not rise for the first time (Algorithm 1).
+
+    values: survival in order of admission, [N]. num_tokens: tokens expected without any of them. step_ms: milliseconds
+    of the step with 0 .. N of them, [N + 1].
+    """
+    throughput = (num_tokens + np.concatenate(([0.0], np.cumsum(values)))) / step_ms
+    stops = np.flatnonzero(throughput[1:] <= throughput[:-1])
+    return int(stops[0]) if len(stops) else len(values)
+
+
+def best_count(values: Floats, num_tokens: float, step_ms: Floats) -> int:
+    """The number of drafts of greatest expected throughput, the smallest on ties. Only for survivals of the past."""
+    return int(np.argmax((num_tokens + np.concatenate(([0.0], np.cumsum(values)))) / step_ms))
+
+
+def choose_adaptive(
+    fresh: Floats,
+    stale: Floats | None,
+    *,
+    caps: Ints,
+    is_forced: NDArray[np.bool_],
+    num_requests: int,
+    step_ms: Floats,
+) -> Ints:
+    """verify_len [R] by early stop, or by a lagged budget where `stale` survivals are given.
+
+    fresh, stale [R, G]; num_requests: tokens expected of the step without drafts, one for each request that decodes;
+    step_ms [1 + sum(caps)]: milliseconds of the step with so many drafts verified.
+    """
+    free_caps = np.where(is_forced, 0, caps)
+    is_forced_slot = np.arange(fresh.shape[1])[None, :] < (caps - free_caps)[:, None]
+    num_forced = int(is_forced_slot.sum())
+    priced = fresh if stale is None else stale
+    num_tokens = num_requests + float(priced[is_forced_slot].sum())
+    requests, values = admission_order(fresh, free_caps)
+    if stale is None:
+        num_admitted = early_stop_count(values, num_tokens, step_ms[num_forced:])
+    else:
+        num_admitted = best_count(admission_order(stale, free_caps)[1], num_tokens, step_ms[num_forced:])
+    return np.where(is_forced, caps, np.bincount(requests[:num_admitted], minlength=len(caps)))
+
+
+class SurvivalHistory:
+    """Survivals of the last two steps per KV row, each under the generation of the row's occupant (paper section 5.2)."""
+
+    LAG_STEPS = 2
+
+    def __init__(self, *, num_rows: int, gamma: int) -> None:
+        self._survival = np.ones((self.LAG_STEPS, num_rows, gamma))
+        self._generation = np.full((self.LAG_STEPS, num_rows), -1, dtype=np.int64)  # -1: nothing was drafted
+        self._oldest = 0
+
+    def exchange(self, rows: Ints, generations: Ints, fresh: Floats) -> Floats:
+        """Hand in this step's survivals, get those of two steps ago; 1 where the occupant had none. [R, G]"""
+        at = self._oldest
+        is_known = self._generation[at, rows] == generations
+        stale = np.where(is_known[:, None], self._survival[at, rows], 1.0)
+        self._generation[at] = -1
+        self._generation[at, rows] = generations
+        self._survival[at, rows] = fresh
+        self._oldest = (at + 1) % self.LAG_STEPS
+        return stale
+
+    def move(self, source: int, destination: int) -> None:
+        self._survival[:, destination] = self._survival[:, source]
+        self._generation[:, destination] = self._generation[:, source]
+
+
+class PrefixScheduler:
+    """Applies one SchedulerConfig, step after step."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        step_table: StepTable | None,
+        temperatures: Sequence[float],
+        gamma: int,
+        num_rows: int,
+    ) -> None:
+        """Raises RecipeError when the configuration, the table or the temperatures do not fit the drafter."""
+        self.config = config
+        self._step_table = step_table
+        self._temperatures = np.asarray(temperatures, dtype=np.float64)
+        if len(temperatures) != gamma or not ((self._temperatures > 0) & np.isfinite(self._temperatures)).all():
+            raise RecipeError(
+                f"confidence temperatures: expected {gamma} finite numbers > 0, one for each slot of the block, "
+                f"found {list(temperatures)}"
+            )
+        if config.verify_len is not None and config.verify_len > gamma:
+            raise RecipeError(f"scheduler verify_len: expected at most gamma = {gamma}, found {config.verify_len}")
+        if config.is_adaptive and step_table is None:
+            raise RecipeError(f"scheduler mode {config.mode!r}: expected a step table, found none; use mode 'fixed'")
+        self._history = SurvivalHistory(num_rows=num_rows, gamma=gamma)
+
+    def move_row(self, source: int, destination: int) -> None:
+        """A request moved to another KV row: its history follows."""
+        self._history.move(source, destination)
+
+    def choose(self, plan: StepPlan, block: DraftBlock) -> Ints:
+        """verify_len of the requests that drafted, [R]: the first of `plan.decode`."""
+        caps = np.minimum(plan.caps[: plan.num_drafting], block.num_usable)
+        if self.config.mode in ("off", "fixed"):
+            return caps
+        confidence = (
+            np.ones(block.draft_ids.shape)
+            if block.confidence_logits is None
+            else calibrated_confidence(block.confidence_logits, self._temperatures)
+        )
+        is_forced = np.array([state.has_twin for state in plan.drafting], dtype=np.bool_)
+        if self.config.mode == "threshold":
+            assert self.config.threshold is not None, "checked by SchedulerConfig"
+            return np.where(is_forced, caps, cut_at_threshold(confidence, caps, self.config.threshold))
+        fresh = survival_of(confidence)
+        stale = self._stale(plan, fresh) if self.config.mode == "lagged_budget" else None
+        return choose_adaptive(
+            fresh,
+            stale,
+            caps=caps,
+            is_forced=is_forced,
+            num_requests=len(plan.decode),
+            step_ms=self._step_ms(plan, int(caps.sum())),
+        )
+
+    def _stale(self, plan: StepPlan, fresh: Floats) -> Floats:
+        return self._history.exchange(
+            np.array([state.row for state in plan.drafting], dtype=np.int64),
+            np.array([state.generation for state in plan.drafting], dtype=np.int64),
+            fresh,
+        )
+
+    def _step_ms(self, plan: StepPlan, max_drafts: int) -> Floats:
+        """Milliseconds of this step with 0 .. max_drafts drafts verified. The block is drafted: its time is in each."""
+        table = self._step_table
+        assert table is not None, "the adaptive modes are refused without a step table"
+        first = plan.num_prefill_tokens + len(plan.decode)
+        draft_ms = float(np.interp(plan.num_drafting, table.num_requests, table.draft_ms))
+        return table.curve(plan.num_segments, first, first + max_drafts) + draft_ms

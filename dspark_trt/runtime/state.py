@@ -1,0 +1,109 @@
+"""One request on its way through the loop.
+
+    QUEUED -> PREFILL -> DECODE -> FINISHED        (from every phase straight to FINISHED: cancelled, failed)
+
+QUEUED: no KV row yet. PREFILL: `num_prefilled` of the prompt's positions are committed. DECODE: all positions but the
+anchor's are committed; every step starts from the anchor.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.runtime.metrics import RequestStatistics
+from dspark_trt.runtime.request import MAX_SEED, GenerationRequest, SamplingParams
+from dspark_trt.runtime.rng import RngKey, random_words, request_key
+from dspark_trt.runtime.sampling import LogitProcessors
+from dspark_trt.runtime.slots import NO_ROW
+from dspark_trt.runtime.text_stream import Decode, TextStream
+
+
+class Phase(Enum):
+    QUEUED = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Everything the loop knows about one request, apart from its KV rows."""
+
+    request: GenerationRequest
+    params: SamplingParams  # max_tokens cut to what the row can hold
+    prompt_ids: NDArray[np.int64]
+    key: RngKey
+    ending_ids: frozenset[int]  # EOS and stop_token_ids
+    processors: LogitProcessors
+    stream: TextStream
+    statistics: RequestStatistics
+    submitted_at: float  # seconds of the monotonic clock
+    phase: Phase = Phase.QUEUED
+    row: int = NO_ROW
+    generation: int = -1
+    has_twin: bool = False  # shares a KV row's lifetime with a request of the same random key
+    is_cancelled: bool = False
+    num_prefilled: int = 0
+    step_index: int = 0  # 0: the first token; then one for every verification step
+    anchor_id: int = -1  # the last token; its K/V come with the next step
+    words: NDArray[np.uint64] = field(
+        default_factory=lambda: np.empty((0, 4), dtype=np.uint64)
+    )  # this step's randomness
+
+    @property
+    def num_generated(self) -> int:
+        return self.statistics.num_generated_tokens
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.params.max_tokens - self.num_generated
+
+    @property
+    def num_unfilled(self) -> int:
+        """Prompt tokens that no step has read yet."""
+        return len(self.prompt_ids) - self.num_prefilled
+
+    def draw_words(self, num_slots: int) -> None:
+        """Draw the randomness of this step, once: slots 1 .. num_slots, every purpose."""
+        self.words = random_words(self.key, step_index=self.step_index, num_slots=num_slots)
+
+    def elapsed_ms(self) -> float:
+        return (time.perf_counter() - self.submitted_at) * 1e3
+
+
+def new_state(
+    request: GenerationRequest, *, max_seq_len: int, eos_token_ids: tuple[int, ...], decode: Decode
+) -> RequestState:
+    """A queued request. `request` has passed `validate`.
+
+    A row holds max_seq_len positions and the last token generated needs none, so a prompt of P tokens has room for
+    max_seq_len - P + 1 tokens.
+    """
+    prompt_ids = np.array(request.prompt_ids, dtype=np.int64)
+    room = max_seq_len - len(prompt_ids) + 1
+    params = replace(request.sampling, max_tokens=min(request.sampling.max_tokens, room))
+    seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+    ending_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
+    return RequestState(
+        request=request,
+        params=params,
+        prompt_ids=prompt_ids,
+        key=request_key(seed, prompt_ids, request.sequence_index),
+        ending_ids=ending_ids,
+        processors=LogitProcessors(params, prompt_ids, sorted(ending_ids)),
+        stream=TextStream(
+            decode,
+            request.prompt_ids,
+            stop_strings=params.stop_strings,
+            include_stop_string=params.include_stop_string,
+        ),
+        statistics=RequestStatistics(num_prompt_tokens=len(prompt_ids)),
+        submitted_at=time.perf_counter(),
+    )

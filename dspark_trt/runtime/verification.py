@@ -1,0 +1,142 @@
+"""What one step does with the token budget, and the packed call of the target that follows from it.
+
+Shape letters: `R` requests that decode, `T` packed tokens, `L` logit rows.
+
+Everything in a StepPlan is fixed before anything is drafted: which requests decode, how many drafts of each may be
+verified at most, which prompt tokens are read. The budget is max_batch_tokens: first one anchor for every request that
+decodes, then prompts and drafts. Drafts leave prompts what they do not need, and never less than half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.engines.protocol import TargetBatch
+from dspark_trt.runtime.drafting import DraftBlock
+from dspark_trt.runtime.kv import CacheLengths
+from dspark_trt.runtime.state import Phase, RequestState
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """The next `num_tokens` of a prompt."""
+
+    state: RequestState
+    num_tokens: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.num_tokens == self.state.num_unfilled
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    decode: list[RequestState]  # [R], those that draft first
+    caps: NDArray[np.int64]  # [R] drafts verified at most; 0: does not draft
+    prefill: list[PrefillChunk]
+
+    @property
+    def num_drafting(self) -> int:
+        return int(np.count_nonzero(self.caps))
+
+    @property
+    def drafting(self) -> list[RequestState]:
+        return self.decode[: self.num_drafting]
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.prefill)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.decode) + len(self.prefill)
+
+
+def plan_step(occupants: Sequence[RequestState], *, max_verify_len: int, max_batch_tokens: int) -> StepPlan:
+    """Share the token budget among the requests that have a KV row."""
+    decode = [state for state in occupants if state.phase is Phase.DECODE]
+    prompts = [state for state in occupants if state.phase is Phase.PREFILL]
+    wanted_caps = np.array([draft_cap(state, max_verify_len) for state in decode], dtype=np.int64)
+    room = max_batch_tokens - len(decode)
+    num_unfilled = sum(state.num_unfilled for state in prompts)
+    num_prefill_tokens = min(num_unfilled, max(room - int(wanted_caps.sum()), (room + 1) // 2))
+    caps = level_down(wanted_caps, room - num_prefill_tokens)
+    drafting_first = np.argsort(caps == 0, kind="stable")
+    chunks = []
+    for state in sorted(prompts, key=lambda prompt: prompt.generation):  # in order of arrival
+        num_tokens = min(state.num_unfilled, num_prefill_tokens)
+        if num_tokens:
+            chunks.append(PrefillChunk(state=state, num_tokens=num_tokens))
+            num_prefill_tokens -= num_tokens
+    return StepPlan(decode=[decode[index] for index in drafting_first], caps=caps[drafting_first], prefill=chunks)
+
+
+def draft_cap(state: RequestState, max_verify_len: int) -> int:
+    """Drafts of a request that may be verified. The bonus behind them is its last token, for which its row has room."""
+    asked = state.request.max_verify_len
+    return min(max_verify_len, state.num_remaining - 1, max_verify_len if asked is None else asked)
+
+
+def level_down(caps: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
+    """Lower the highest caps until they sum to at most `budget`; what is left over goes to the first of them."""
+    if caps.sum() <= budget:
+        return caps
+    level = next(level for level in range(int(caps.max()), -1, -1) if np.minimum(caps, level).sum() <= budget)
+    levelled = np.minimum(caps, level)
+    raised = np.flatnonzero(caps > level)[: budget - int(levelled.sum())]
+    levelled[raised] += 1
+    return levelled
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One request's tokens in the packed call."""
+
+    state: RequestState
+    first_token: int  # packed index
+    num_tokens: int
+    first_logit: int | None  # its first logit row; None: a prompt chunk with more to come
+    draft_ids: list[int]  # x_1 .. x_verify_len, behind the anchor
+    block_row: int  # its row of the draft block, where it drafted
+    num_proposed: int  # drafts that were made for it: gamma or 0
+    is_prefill: bool = False
+
+
+def pack(
+    plan: StepPlan, verify_lens: NDArray[np.int64], block: DraftBlock | None, cache: CacheLengths
+) -> tuple[TargetBatch, list[Segment]]:
+    """The target's call: anchor and drafts of every request that decodes, then the prompt chunks.
+
+    Logits are asked for every token of a decoding request, and for the last token of a finished prompt.
+    """
+    token_ids: list[int] = []
+    logit_rows: list[int] = []
+    segments = []
+    for index, (state, verify_len) in enumerate(zip(plan.decode, verify_lens.tolist(), strict=True)):
+        draft_ids = block.draft_ids[index, :verify_len].tolist() if block is not None and verify_len else []
+        first_token, first_logit = len(token_ids), len(logit_rows)
+        token_ids += [state.anchor_id, *draft_ids]
+        logit_rows += range(first_token, len(token_ids))
+        num_proposed = block.draft_ids.shape[1] if block is not None and index < plan.num_drafting else 0
+        segments.append(Segment(state, first_token, 1 + verify_len, first_logit, draft_ids, index, num_proposed))
+    for chunk in plan.prefill:
+        state, first_token, begin = chunk.state, len(token_ids), chunk.state.num_prefilled
+        token_ids += state.prompt_ids[begin : begin + chunk.num_tokens].tolist()
+        last_logit = len(logit_rows) if chunk.is_last else None
+        if chunk.is_last:
+            logit_rows.append(len(token_ids) - 1)
+        segments.append(Segment(state, first_token, chunk.num_tokens, last_logit, [], 0, 0, is_prefill=True))
+    rows = np.array([segment.state.row for segment in segments], dtype=np.int64)
+    batch = TargetBatch(
+        token_ids=np.array(token_ids, dtype=np.int64),
+        rows=rows,
+        past_lengths=cache.committed[rows],
+        query_lengths=np.array([segment.num_tokens for segment in segments], dtype=np.int64),
+        num_decode=len(plan.decode),
+        logit_rows=np.array(logit_rows, dtype=np.int64),
+    )
+    return batch, segments
