@@ -10,7 +10,6 @@ from typing import Any
 
 import jinja2
 from tokenizers import Tokenizer
-from tokenizers.processors import TemplateProcessing
 
 from dspark_trt.checkpoints.config import eos_token_ids, read_json
 from dspark_trt.checkpoints.gguf_target import gguf_eos_token_ids, open_gguf
@@ -81,14 +80,12 @@ def _from_folder(folder: Path) -> Parts:
     except Exception as error:  # tokenizers raises plain Exception
         raise CheckpointError(f"{file}: not a tokenizer.json ({error}); download it again") from None
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    special_tokens = _special_tokens(folder, config)
-    _apply_bos_setting(tokenizer, config, special_tokens, folder)
     eos_keys = [
         read_json(folder / name).get("eos_token_id")
         for name in ("generation_config.json", "config.json")
         if (folder / name).is_file()
     ]
-    return tokenizer, _chat_template(folder, config), special_tokens, eos_token_ids(*eos_keys)
+    return tokenizer, _chat_template(folder, config), _special_tokens(folder, config), eos_token_ids(*eos_keys)
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str | list[str]]:
@@ -121,25 +118,3 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
             f"write the one to use into {TEMPLATE_FILE}"
         )
     return str(named["default"])
-
-
-def _apply_bos_setting(
-    tokenizer: Tokenizer, config: dict[str, Any], special_tokens: Mapping[str, str | list[str]], folder: Path
-) -> None:
-    """tokenizer_config.json may state whether a prompt starts with BOS; then it counts, as in transformers."""
-    bos, wanted = special_tokens.get("bos_token"), config.get("add_bos_token")
-    if wanted is None or not isinstance(bos, str):
-        return
-    bos_id = tokenizer.token_to_id(bos)
-    if bos_id is None:
-        raise CheckpointError(f"{folder}: bos_token {bos!r} is not in tokenizer.json; the files do not belong together")
-    if tokenizer.encode("a").ids[:1] != (
-        [bos_id] if wanted else tokenizer.encode("a", add_special_tokens=False).ids[:1]
-    ):
-        set_bos(tokenizer, bos if wanted else None, bos_id)
-
-
-def set_bos(tokenizer: Tokenizer, bos: str | None, bos_id: int) -> None:
-    """Let a prompt start with `bos`, or with no special token where it is None."""
-    single = "$A" if bos is None else f"{bos}:0 $A:0"
-    tokenizer.post_processor = TemplateProcessing(single=single, special_tokens=[] if bos is None else [(bos, bos_id)])
