@@ -77,11 +77,16 @@ def function_model(form: MarkovHeadForm, weights: Arrays, hidden_size: int) -> o
 
 def run_function(form: MarkovHeadForm, weights: Arrays, inputs: Arrays) -> MarkovHeadOutput:
     model = function_model(form, weights, inputs["hidden"].shape[2])
+    draft_ids, draft_logits, *confidence = run_model(model, inputs)
+    return MarkovHeadOutput(draft_ids, draft_logits, confidence[0] if confidence else None)
+
+
+def run_model(model: onnx.ModelProto, inputs: Arrays) -> list[NDArray[Any]]:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    draft_ids, draft_logits, *confidence = session.run(None, inputs)
-    return MarkovHeadOutput(draft_ids, draft_logits, confidence[0] if confidence else None)
+    outputs: list[NDArray[Any]] = session.run(None, inputs)
+    return outputs
 
 
 def assert_draws_follow(ids: NDArray[np.int64], logits: NDArray[Any], temperature: float) -> None:

@@ -9,8 +9,16 @@ import onnx
 import pytest
 from dspark_trt_plugins.markov_head.form import LARGEST_LOGIT, MarkovHeadForm
 from dspark_trt_plugins.markov_head.reference import markov_head
+from onnx.inliner import inline_local_functions
 
-from tests.markov_head_cases import assert_draws_follow, function_model, random_inputs, random_weights, run_function
+from tests.markov_head_cases import (
+    assert_draws_follow,
+    function_model,
+    random_inputs,
+    random_weights,
+    run_function,
+    run_model,
+)
 
 MIXED_TEMPERATURES = [0.0, 0.7, 1.0, 0.0, 1e-5, 3.0]
 HEADS = list(itertools.product(("vanilla", "gated", "rnn"), (0, 1, 5, 64)))
@@ -130,3 +138,15 @@ def test_the_model_passes_the_checker_and_names_what_a_tensorrt_plugin_reads() -
     assert attributes["plugin_version"] == b"1"
     assert (attributes["gamma"], attributes["vocab_size"], attributes["markov_rank"]) == (2, 40, 3)
     assert set(attributes) == set(model.functions[0].attribute)
+
+
+@pytest.mark.parametrize("head_type", ["vanilla", "rnn"])
+def test_the_body_can_be_inlined(head_type: str) -> None:
+    """Compilers without functions see standard operators only."""
+    form = MarkovHeadForm(gamma=3, vocab_size=200, markov_rank=4, head_type=head_type)  # type: ignore[arg-type]
+    weights, inputs = random_weights(form, 8), random_inputs(form, 8, MIXED_TEMPERATURES)
+    inlined = inline_local_functions(function_model(form, weights, 8))
+    onnx.checker.check_model(inlined, full_check=True)
+    assert not inlined.functions
+    assert {node.domain for node in inlined.graph.node} == {""}
+    np.testing.assert_array_equal(run_model(inlined, inputs)[0], markov_head(form, weights, **inputs).draft_ids)
