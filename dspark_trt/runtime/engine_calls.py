@@ -77,14 +77,25 @@ class EngineCalls:
         batch = draft_batch(states, self.context_cache, self.drafter.gamma)
         with self._call("draft_ms", states):
             output = self.drafter.draft(batch)
-        return draft_block(batch, output)
+        for state in states:
+            state.statistics.draft_ms += self.record.draft_ms
+        block = draft_block(batch, output)
+        self.record.num_drafts_proposed = block.draft_ids.size
+        return block
 
     def verify(self, batch: TargetBatch, segments: Sequence[Segment]) -> TargetOutput:
         """One forward pass of the target. Its reservations stand until the loop commits what was accepted."""
         for segment in segments:
             self.target_cache.reserve(segment.state.row, segment.num_tokens)
+        record, num_prefill_tokens = self.record, int(batch.query_lengths[batch.num_decode :].sum())
+        record.num_requests, record.batch_tokens = batch.num_decode, len(batch.token_ids)
+        record.num_prefill_tokens = num_prefill_tokens
+        record.num_drafts_verified = record.batch_tokens - num_prefill_tokens - batch.num_decode
         with self._call("verify_ms", [segment.state for segment in segments]):
-            return self.target.forward(batch)
+            output = self.target.forward(batch)
+        for segment in segments:
+            segment.state.statistics.verify_ms += record.verify_ms
+        return output
 
     def move_row(self, move: RowMove[RequestState]) -> None:
         """Copy the live positions of both caches to another row. The lengths follow even if the copy fails."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.engines.protocol import DraftEngine, TargetEngine, TargetOutput
-from dspark_trt.errors import RequestError
+from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.emission import Emission, emit_end, emit_result
@@ -24,7 +24,7 @@ from dspark_trt.runtime.request import GenerationRequest, validate
 from dspark_trt.runtime.slots import Slots
 from dspark_trt.runtime.state import Phase, RequestState, new_state
 from dspark_trt.runtime.text_stream import Decode
-from dspark_trt.runtime.verification import Segment, StepPlan, pack, plan_step
+from dspark_trt.runtime.verification import Segment, StepPlan, pack, plan_step, step_ms
 from dspark_trt.steptable.table import StepTable
 
 ENGINE_FAILED = "the engine failed while it worked on this request; send the request again"
@@ -59,21 +59,15 @@ class DecodingLoop:
         self.totals = LoopTotals()
         self.last_step = StepRecord()
         self._engines = EngineCalls(target, drafter if self._max_verify_len else None)
-        self._limits = target.limits
+        self._limits = limits = target.limits
         self._eos_token_ids = tuple(eos_token_ids)
         self._decode = decode
-        self._slots: Slots[RequestState] = Slots(self._limits.max_slots)
-        self._scheduler = (
-            PrefixScheduler(
-                scheduler,
-                step_table=step_table,
-                temperatures=temperatures,
-                gamma=self._gamma,
-                num_rows=self._limits.max_slots,
-            )
-            if self._max_verify_len
-            else None
-        )
+        self._slots: Slots[RequestState] = Slots(limits.max_slots)
+        self._step_table = step_table
+        self._scheduler: PrefixScheduler | None = None
+        if self._max_verify_len:
+            _check_drafting(self._gamma, step_table, temperatures, scheduler)
+            self._scheduler = PrefixScheduler(scheduler, temperatures=temperatures, num_rows=limits.max_slots)
         self._queue: deque[RequestState] = deque()
         self._states: dict[str, RequestState] = {}  # all that are not finished, by request id
         self._emissions: list[Emission] = []
@@ -137,7 +131,7 @@ class DecodingLoop:
                 for state in failure.states:
                     self._end(state, emit_end(state, "error", ENGINE_FAILED))
             self._vacate()
-            self.totals.num_steps += 1
+            self.totals.add_step(self.last_step)
         self.last_step.total_ms = (time.perf_counter() - started) * 1e3
         return self._emissions
 
@@ -182,30 +176,30 @@ class DecodingLoop:
         return plan
 
     def _draft(self, plan: StepPlan) -> DraftBlock | None:
-        if not plan.num_drafting:
-            return None
-        block = self._engines.draft(plan.drafting)
-        for state in plan.drafting:
-            state.statistics.draft_ms += self.last_step.draft_ms
-        self.totals.num_drafts_proposed += block.draft_ids.size
-        return block
+        return self._engines.draft(plan.drafting) if plan.num_drafting else None
 
     def _schedule(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
         """verify_len of every request that decodes, [R]."""
         verify_lens = np.zeros(len(plan.decode), dtype=np.int64)
-        if block is not None and self._scheduler is not None:
-            verify_lens[: plan.num_drafting] = self._scheduler.choose(plan, block)
+        if block is None or self._scheduler is None:
+            return verify_lens
+        drafting, table = plan.drafting, self._step_table
+        caps = np.minimum(plan.caps[: len(drafting)], block.num_usable)
+        verify_lens[: len(drafting)] = self._scheduler.choose(
+            block.confidence_logits,
+            rows=np.array([state.row for state in drafting], dtype=np.int64),
+            generations=np.array([state.generation for state in drafting], dtype=np.int64),
+            caps=caps,
+            is_forced=np.array([state.has_twin for state in drafting], dtype=np.bool_),
+            num_requests=len(plan.decode),
+            step_ms=None if table is None else step_ms(plan, table, int(caps.sum())),
+        )
         return verify_lens
 
     def _verify(
         self, plan: StepPlan, verify_lens: NDArray[np.int64], block: DraftBlock | None
     ) -> tuple[list[Segment], TargetOutput]:
         batch, segments = pack(plan, verify_lens, block, self._engines.target_cache)
-        record = self.last_step
-        record.num_requests, record.num_prefill_tokens = len(plan.decode), plan.num_prefill_tokens
-        record.batch_tokens, record.num_drafts_verified = len(batch.token_ids), int(verify_lens.sum())
-        self.totals.num_prefill_tokens += record.num_prefill_tokens
-        self.totals.num_drafts_verified += record.num_drafts_verified
         return segments, self._engines.verify(batch, segments)
 
     def _commit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
@@ -221,12 +215,12 @@ class DecodingLoop:
     def _emit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """Hand out tokens and text; end the requests that are complete or failed."""
         for segment, result in zip(segments, results, strict=True):
-            segment.state.statistics.verify_ms += self.last_step.verify_ms
             emission = emit_result(segment, result)
             if emission is None:
                 continue
-            self.totals.num_tokens_emitted += len(emission.token_ids)
-            self.last_step.num_tokens_emitted += len(emission.token_ids)
+            num_tokens = len(emission.token_ids)
+            self.last_step.num_tokens_emitted += num_tokens
+            self.last_step.num_drafts_accepted += min(result.num_accepted_drafts, num_tokens)
             if emission.finish_reason:
                 self._end(segment.state, emission)
             else:
@@ -240,7 +234,6 @@ class DecodingLoop:
         del self._states[state.request.request_id]
         self._emissions.append(emission)
         self.totals.num_finished[emission.finish_reason] += 1
-        self.totals.num_drafts_accepted += state.statistics.num_drafts_accepted
 
     def _vacate(self) -> None:
         """Free the rows of finished requests, the highest first: then no finished row is ever moved."""
@@ -256,3 +249,12 @@ class DecodingLoop:
                 self.totals.num_rows_moved += 1
             except EngineCallFailed:
                 self._end(move.occupant, emit_end(move.occupant, "error", ENGINE_FAILED))
+
+
+def _check_drafting(
+    gamma: int, step_table: StepTable | None, temperatures: Sequence[float], config: SchedulerConfig
+) -> None:
+    if len(temperatures) != gamma:
+        raise RecipeError(f"confidence temperatures: expected one for each of {gamma} slots, found {len(temperatures)}")
+    if config.is_adaptive and step_table is None:
+        raise RecipeError(f"scheduler mode {config.mode!r}: expected a step table, found none; use mode 'fixed'")

@@ -76,7 +76,9 @@ class StepRecord:
     num_requests: int = 0  # R: requests that decode
     num_prefill_tokens: int = 0
     batch_tokens: int = 0  # B: prefill tokens + sum(1 + verify_len)
+    num_drafts_proposed: int = 0
     num_drafts_verified: int = 0
+    num_drafts_accepted: int = 0
     num_tokens_emitted: int = 0
     ingest_ms: float = 0.0
     draft_ms: float = 0.0
@@ -95,10 +97,18 @@ class LoopTotals:
 
     num_submitted: int = 0
     num_finished: Counter[str] = field(default_factory=Counter)  # by finish reason
+    num_rows_moved: int = 0
     num_steps: int = 0
     num_prefill_tokens: int = 0
-    num_tokens_emitted: int = 0
     num_drafts_proposed: int = 0
     num_drafts_verified: int = 0
     num_drafts_accepted: int = 0
-    num_rows_moved: int = 0
+    num_tokens_emitted: int = 0
+
+    def add_step(self, record: StepRecord) -> None:
+        self.num_steps += 1
+        self.num_prefill_tokens += record.num_prefill_tokens
+        self.num_drafts_proposed += record.num_drafts_proposed
+        self.num_drafts_verified += record.num_drafts_verified
+        self.num_drafts_accepted += record.num_drafts_accepted
+        self.num_tokens_emitted += record.num_tokens_emitted

@@ -28,9 +28,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.errors import RecipeError
-from dspark_trt.runtime.drafting import DraftBlock
-from dspark_trt.runtime.verification import StepPlan
-from dspark_trt.steptable.table import StepTable
 
 SchedulerMode = Literal["off", "fixed", "threshold", "early_stop", "lagged_budget"]
 Floats = NDArray[np.float64]
@@ -77,14 +74,13 @@ def calibrated_confidence(confidence_logits: NDArray[np.float32], temperatures: 
     """sigmoid(logit / T_j) with the STS temperature of each slot; 0 where the logit is not finite. [R, G] (eq. 7)."""
     logits = confidence_logits.astype(np.float64)
     is_finite = np.isfinite(logits)
-    confidence: Floats = np.tanh(0.5 * np.where(is_finite, logits, 0.0) / temperatures) * 0.5 + 0.5
-    confidence[~is_finite] = 0.0
-    return confidence
+    confidence = np.tanh(0.5 * np.where(is_finite, logits, 0.0) / temperatures) * 0.5 + 0.5
+    return np.where(is_finite, confidence, 0.0).astype(np.float64, copy=False)
 
 
 def survival_of(confidence: Floats) -> Floats:
     """a_{r,j} = prod_{i <= j} c_{r,i}, [R, G]; never rises along a row."""
-    survival: Floats = np.cumprod(confidence, axis=1)
+    survival: Floats = np.cumprod(confidence, axis=1, dtype=np.float64)
     return survival
 
 
@@ -122,7 +118,7 @@ def best_count(values: Floats, num_tokens: float, step_ms: Floats) -> int:
     return int(np.argmax((num_tokens + np.concatenate(([0.0], np.cumsum(values)))) / step_ms))
 
 
-def choose_adaptive(
+def _choose_adaptive(
     fresh: Floats,
     stale: Floats | None,
     *,
@@ -178,70 +174,52 @@ class SurvivalHistory:
 class PrefixScheduler:
     """Applies one SchedulerConfig, step after step."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        *,
-        step_table: StepTable | None,
-        temperatures: Sequence[float],
-        gamma: int,
-        num_rows: int,
-    ) -> None:
-        """Raises RecipeError when the configuration, the table or the temperatures do not fit the drafter."""
+    def __init__(self, config: SchedulerConfig, *, temperatures: Sequence[float], num_rows: int) -> None:
+        """`temperatures` [G] calibrate the confidences (STS). Raises RecipeError when they or the length do not fit."""
+        gamma = len(temperatures)
         self.config = config
-        self._step_table = step_table
         self._temperatures = np.asarray(temperatures, dtype=np.float64)
-        if len(temperatures) != gamma or not ((self._temperatures > 0) & np.isfinite(self._temperatures)).all():
-            raise RecipeError(
-                f"confidence temperatures: expected {gamma} finite numbers > 0, one for each slot of the block, "
-                f"found {list(temperatures)}"
-            )
+        if not ((self._temperatures > 0) & np.isfinite(self._temperatures)).all():
+            raise RecipeError(f"confidence temperatures: expected finite numbers > 0, found {list(temperatures)}")
         if config.verify_len is not None and config.verify_len > gamma:
             raise RecipeError(f"scheduler verify_len: expected at most gamma = {gamma}, found {config.verify_len}")
-        if config.is_adaptive and step_table is None:
-            raise RecipeError(f"scheduler mode {config.mode!r}: expected a step table, found none; use mode 'fixed'")
         self._history = SurvivalHistory(num_rows=num_rows, gamma=gamma)
 
     def move_row(self, source: int, destination: int) -> None:
         """A request moved to another KV row: its history follows."""
         self._history.move(source, destination)
 
-    def choose(self, plan: StepPlan, block: DraftBlock) -> Ints:
-        """verify_len of the requests that drafted, [R]: the first of `plan.decode`."""
-        caps = np.minimum(plan.caps[: plan.num_drafting], block.num_usable)
+    def choose(
+        self,
+        confidence_logits: NDArray[np.float32] | None,
+        *,
+        rows: Ints,
+        generations: Ints,
+        caps: Ints,
+        is_forced: NDArray[np.bool_],
+        num_requests: int,
+        step_ms: Floats | None,
+    ) -> Ints:
+        """verify_len [R] of the requests that drafted.
+
+        confidence_logits [R, G], None without a confidence head; caps [R]; num_requests counts those that decode without
+        having drafted as well; step_ms [1 + sum(caps)]: milliseconds of the step with so many drafts verified, for the
+        adaptive modes.
+        """
         if self.config.mode in ("off", "fixed"):
-            return caps
+            return caps.copy()
         confidence = (
-            np.ones(block.draft_ids.shape)
-            if block.confidence_logits is None
-            else calibrated_confidence(block.confidence_logits, self._temperatures)
+            np.ones((len(rows), len(self._temperatures)))
+            if confidence_logits is None
+            else calibrated_confidence(confidence_logits, self._temperatures)
         )
-        is_forced = np.array([state.has_twin for state in plan.drafting], dtype=np.bool_)
         if self.config.mode == "threshold":
             assert self.config.threshold is not None, "checked by SchedulerConfig"
             return np.where(is_forced, caps, cut_at_threshold(confidence, caps, self.config.threshold))
+        assert step_ms is not None, "the adaptive modes price steps"
         fresh = survival_of(confidence)
-        stale = self._stale(plan, fresh) if self.config.mode == "lagged_budget" else None
-        return choose_adaptive(
-            fresh,
-            stale,
-            caps=caps,
-            is_forced=is_forced,
-            num_requests=len(plan.decode),
-            step_ms=self._step_ms(plan, int(caps.sum())),
+        is_lagged = self.config.mode == "lagged_budget"
+        stale = self._history.exchange(rows, generations, fresh) if is_lagged else None
+        return _choose_adaptive(
+            fresh, stale, caps=caps, is_forced=is_forced, num_requests=num_requests, step_ms=step_ms
         )
-
-    def _stale(self, plan: StepPlan, fresh: Floats) -> Floats:
-        return self._history.exchange(
-            np.array([state.row for state in plan.drafting], dtype=np.int64),
-            np.array([state.generation for state in plan.drafting], dtype=np.int64),
-            fresh,
-        )
-
-    def _step_ms(self, plan: StepPlan, max_drafts: int) -> Floats:
-        """Milliseconds of this step with 0 .. max_drafts drafts verified. The block is drafted: its time is in each."""
-        table = self._step_table
-        assert table is not None, "the adaptive modes are refused without a step table"
-        first = plan.num_prefill_tokens + len(plan.decode)
-        draft_ms = float(np.interp(plan.num_drafting, table.num_requests, table.draft_ms))
-        return table.curve(plan.num_segments, first, first + max_drafts) + draft_ms

@@ -19,6 +19,7 @@ from dspark_trt.engines.protocol import TargetBatch
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.state import Phase, RequestState
+from dspark_trt.steptable.table import StepTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +141,13 @@ def pack(
         logit_rows=np.array(logit_rows, dtype=np.int64),
     )
     return batch, segments
+
+
+def step_ms(plan: StepPlan, table: StepTable, max_drafts: int) -> NDArray[np.float64]:
+    """Milliseconds of the planned step with 0 .. max_drafts drafts verified, [1 + max_drafts].
+
+    The block is drafted by now: its time stands in every candidate, also in the one that verifies nothing.
+    """
+    first = plan.num_prefill_tokens + len(plan.decode)
+    draft_ms = float(np.interp(plan.num_drafting, table.num_requests, table.draft_ms))
+    return table.curve(plan.num_segments, first, first + max_drafts) + draft_ms
