@@ -43,6 +43,8 @@ class TextCodec:
 
     def __init__(self, tokenizer: Tokenizer, settings: TextSettings, template: str | None) -> None:
         """`template` is Jinja source, None where the model has no chat template. Raises jinja2.TemplateSyntaxError."""
+        tokenizer.no_truncation()  # some tokenizer.json files still hold the limits of a training run
+        tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._settings = settings
         self._template = None if template is None else _environment().from_string(template)

@@ -16,7 +16,7 @@ import numpy as np
 
 from dspark_trt.checkpoints.config import eos_token_ids
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
-from dspark_trt.checkpoints.layout import HEAD, check_tensors, target_shapes
+from dspark_trt.checkpoints.layout import HEAD, check_tensors, check_token_ids, target_shapes
 from dspark_trt.checkpoints.rope import yarn_mscale
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec, TargetCheckpoint, TargetSpec, WeightStore
 from dspark_trt.errors import CheckpointError
@@ -78,7 +78,7 @@ def read_gguf_target(path: Path) -> TargetCheckpoint:
     get = _hyperparameters(reader, family, path)
     tensors = {canonical_name(tensor.name): tensor for tensor in reader.tensors}
     rope_factors = tensors.pop(ROPE_FREQUENCIES, None)
-    decoder = _decoder(get, tensors, path)
+    decoder = _decoder(get, family, tensors, path)
     if rope_factors is not None:
         decoder = _with_rope_factors(decoder, gguf.dequantize(rope_factors.data, rope_factors.tensor_type), get, path)
     spec = TargetSpec(
@@ -90,6 +90,7 @@ def read_gguf_target(path: Path) -> TargetCheckpoint:
     )
     weights: WeightStore = GgufStore(path, tensors, _permuted_heads(spec, tensors))
     check_tensors(weights, target_shapes(spec), str(path))
+    check_token_ids(spec, str(path))
     return TargetCheckpoint(spec, weights, (path,))
 
 
@@ -122,7 +123,7 @@ def _hyperparameters(reader: Any, family: str, path: Path) -> Getter:
     return values.get
 
 
-def _decoder(get: Getter, tensors: dict[str, Any], path: Path) -> DecoderSpec:
+def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> DecoderSpec:
     def require(key: str) -> Any:
         if (value := get(key)) is None:
             raise CheckpointError(f"{path}: metadata key {key} is missing; convert the model again")
@@ -149,7 +150,7 @@ def _decoder(get: Getter, tensors: dict[str, Any], path: Path) -> DecoderSpec:
         rms_norm_eps=float(require("attention.layer_norm_rms_epsilon")),
         rope=_rope(get, context, path),
         max_position_embeddings=context,
-        has_qk_norm="layers.0.self_attn.q_norm.weight" in tensors,
+        has_qk_norm=family == "qwen3",
         has_qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
         has_o_bias="layers.0.self_attn.o_proj.bias" in tensors,
         has_mlp_bias="layers.0.mlp.gate_proj.bias" in tensors,

@@ -36,6 +36,7 @@ class _Kind:
     splits: Callable[[], list[PreTokenizer]]
     is_nfc: bool = False
     ignore_merges: bool = False  # a word that is a token is not built from merges
+    adds_bos: bool = False  # where the file does not say
 
 
 def _regex(*patterns: str) -> Callable[[], list[PreTokenizer]]:
@@ -48,7 +49,7 @@ def _regex(*patterns: str) -> Callable[[], list[PreTokenizer]]:
 
 _KINDS = {
     "smollm": _Kind(lambda: [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]),
-    "llama-bpe": _Kind(_regex(_GPT4_WORDS.replace("{DIGITS}", "{1,3}")), ignore_merges=True),
+    "llama-bpe": _Kind(_regex(_GPT4_WORDS.replace("{DIGITS}", "{1,3}")), ignore_merges=True, adds_bos=True),
     "qwen2": _Kind(_regex(_GPT4_WORDS.replace("{DIGITS}", "")), is_nfc=True),
     # What llama.cpp does with a file that names no other kind.
     "default": _Kind(_regex(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")),
@@ -80,8 +81,8 @@ def gguf_tokenizer(reader: Any, path: Path) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(kind.splits())
     tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, tokens, types)
-    bos_id = _get(reader, _KEYS.BOS_ID)
-    if _get(reader, _KEYS.ADD_BOS) and bos_id is not None:
+    bos_id, adds_bos = _get(reader, _KEYS.BOS_ID), _get(reader, _KEYS.ADD_BOS)
+    if bos_id is not None and (kind.adds_bos if adds_bos is None else adds_bos):
         tokenizer.post_processor = TemplateProcessing(
             single=f"{tokens[bos_id]} $A", special_tokens=[(tokens[bos_id], bos_id)]
         )

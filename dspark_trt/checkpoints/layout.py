@@ -110,6 +110,16 @@ def check_tensors(weights: WeightStore, expected: Mapping[str, tuple[int, ...]],
             )
 
 
+def check_token_ids(spec: TargetSpec, where: str) -> None:
+    """Raises CheckpointError when a special token lies outside the vocabulary."""
+    for token in (*spec.eos_token_ids, *([] if spec.bos_token_id is None else [spec.bos_token_id])):
+        if not 0 <= token < spec.decoder.vocab_size:
+            raise CheckpointError(
+                f"{where}: token id {token} (bos_token_id or eos_token_id) is outside the vocabulary of "
+                f"{spec.decoder.vocab_size}; correct the checkpoint's configuration"
+            )
+
+
 def check_finite(weights: WeightStore, where: str) -> None:
     """Reads every weight once. Raises CheckpointError that names the first tensor with NaN or infinite elements."""
     for name in weights.names():

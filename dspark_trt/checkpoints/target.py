@@ -17,7 +17,7 @@ from dspark_trt.checkpoints.config import (
     refuse_unsupported,
 )
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
-from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, is_equal, target_shapes
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_token_ids, is_equal, target_shapes
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
@@ -74,16 +74,6 @@ def read_generation_config(folder: Path) -> GenerationConfig:
         if values.get(key):
             logger.warning("%s: %s = %r has no counterpart here and is left out", path, key, values[key])
     return parse(GenerationConfig, values, str(path))
-
-
-def check_token_ids(spec: TargetSpec, where: str) -> None:
-    """Raises CheckpointError when a special token lies outside the vocabulary."""
-    for token in (*spec.eos_token_ids, *([] if spec.bos_token_id is None else [spec.bos_token_id])):
-        if not 0 <= token < spec.decoder.vocab_size:
-            raise CheckpointError(
-                f"{where}: token id {token} (bos_token_id or eos_token_id) is outside the vocabulary of "
-                f"{spec.decoder.vocab_size}; correct config.json or generation_config.json"
-            )
 
 
 def _family(values: dict[str, Any], where: str) -> Family:

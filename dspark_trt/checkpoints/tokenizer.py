@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from dspark_trt.checkpoints.gguf_target import gguf_eos_token_ids, open_gguf
 from dspark_trt.checkpoints.gguf_tokenizer import gguf_chat_template, gguf_special_tokens, gguf_tokenizer
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.errors import CheckpointError
+from dspark_trt.manifest import replace_folder
 from dspark_trt.text import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec, TextSettings
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -41,17 +40,11 @@ def write_tokenizer(
         TextCodec(tokenizer, settings, template)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"{path}: the chat template is not valid Jinja: {error} (line {error.lineno})") from None
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=destination.parent, prefix=f".{destination.name}-") as scratch:
-        folder = Path(scratch) / destination.name
-        folder.mkdir()
+    with replace_folder(destination) as folder:
         tokenizer.save(str(folder / TOKENIZER_FILE))
         (folder / SETTINGS_FILE).write_text(settings.model_dump_json(indent=1) + "\n", encoding="utf-8")
         if template is not None:
             (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
-        if destination.exists():
-            shutil.rmtree(destination)
-        folder.rename(destination)
 
 
 Parts = tuple[Tokenizer, str | None, dict[str, str | list[str]], tuple[int, ...]]

@@ -202,6 +202,19 @@ def test_metadata_that_is_not_implemented_is_refused_by_name(tmp_path: Path, met
         read_target(str(path))
 
 
+def test_end_of_sequence_id_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
+    folder = write_target(tmp_path / "folder", vocab_size=3)  # the file names eot 3
+    with pytest.raises(CheckpointError, match=r"token id 3 .*outside the vocabulary of 3"):
+        read_target(str(write_gguf(tmp_path / "m.gguf", folder)))
+
+
+def test_query_and_key_norms_are_refused_in_the_llama_family(tmp_path: Path) -> None:
+    extra = {"blk.0.attn_q_norm.weight": np.ones(8, np.float32)}
+    path = write_gguf(tmp_path / "m.gguf", write_target(tmp_path / "folder"), tensors=extra)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_norm\.weight .*is not expected"):
+        read_target(str(path))
+
+
 def test_unknown_tensor_is_refused(tmp_path: Path) -> None:
     extra = {"blk.0.ffn_gate_inp.weight": np.ones((4, 32), np.float32)}
     path = write_gguf(tmp_path / "m.gguf", write_target(tmp_path / "folder"), tensors=extra)

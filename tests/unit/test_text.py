@@ -6,6 +6,7 @@ import json
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -118,6 +119,18 @@ def test_rendered_chat_gets_no_second_bos(tokenizer: Tokenizer) -> None:
     codec = codec_of(tokenizer, "{{ bos_token }}{{ messages[0].content }}", special_tokens={"bos_token": "<s>"})
     assert codec.encode("a")[0] == 1
     assert codec.encode_chat([{"role": "user", "content": "a"}]) == codec.encode("a")
+
+
+def test_truncation_and_padding_in_tokenizer_json_are_switched_off(tokenizer: Tokenizer) -> None:
+    limited = Tokenizer.from_str(tokenizer.to_str())
+    limited.enable_truncation(3)
+    limited.enable_padding(length=64)
+    text = "the quick brown fox jumps"
+    assert TextCodec(limited, TextSettings(), None).encode(text) == tokenizer.encode(text).ids
+
+
+def test_ids_may_be_numpy_integers(codec: TextCodec) -> None:
+    assert codec.decode(np.array(codec.encode("the fox"))) == "the fox"
 
 
 def test_special_tokens_are_left_out_of_the_text_on_request(codec: TextCodec) -> None:

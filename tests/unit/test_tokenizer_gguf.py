@@ -90,13 +90,23 @@ def test_padding_tokens_are_no_text(tmp_path: Path) -> None:
     assert tokenizer.decode([TOKENS.index("[PAD0]")]) == ""
 
 
-def test_bos_is_added_where_the_file_says_so(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "expected"),
+    [
+        ("smollm", True, True),
+        ("smollm", False, False),
+        ("smollm", None, False),
+        ("llama-bpe", True, True),
+        ("llama-bpe", False, False),
+        ("llama-bpe", None, True),
+    ],
+)
+def test_bos_is_added_where_the_file_or_the_kind_says_so(
+    tmp_path: Path, pre: str, add_bos: bool | None, expected: bool
+) -> None:
     start = TOKENS.index("<|start|>")
-    plain, with_bos = (
-        build(tmp_path, "smollm", add_bos=add_bos, special_ids={"bos": start}).encode("ab").ids
-        for add_bos in (False, True)
-    )
-    assert with_bos == [start, *plain]
+    ids = build(tmp_path, pre, add_bos=add_bos, special_ids={"bos": start}).encode("ab").ids
+    assert ids == [*([start] if expected else []), TOKENS.index("ab")]
 
 
 @pytest.mark.parametrize(

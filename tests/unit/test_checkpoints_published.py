@@ -1,0 +1,152 @@
+"""Configurations of published models pass: nothing in them is refused, and the numbers are those of the models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, refuse_unsupported
+from dspark_trt.checkpoints.drafter import DrafterConfig
+from dspark_trt.checkpoints.drafter_format import refuse_other_formats
+from dspark_trt.checkpoints.spec import RopeSpec
+
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA_3_2_1B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+SMOLLM2_135M: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "is_llama_config": True,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 9,
+    "num_hidden_layers": 30,
+    "num_key_value_heads": 3,
+    "pad_token_id": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_interleaved": False,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": True,
+    "vocab_size": 49152,
+}
+DRAFTER_KEYS: dict[str, Any] = {
+    "architectures": ["Qwen3DSparkModel"],
+    "num_target_layers": 36,
+    "num_hidden_layers": 5,
+    "layer_types": ["full_attention"] * 5,
+    "block_size": 7,
+    "num_anchors": 512,
+    "mask_token_id": 151669,
+    "target_layer_ids": [1, 9, 17, 25, 33],
+    "loss_decay_gamma": 4.0,
+}
+DSPARK_QWEN3_8B = (
+    QWEN3_8B
+    | DRAFTER_KEYS
+    | {
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+)
+DFLASH_QWEN3_8B = QWEN3_8B | DRAFTER_KEYS | {"markov_rank": 0, "enable_confidence_head": False}
+
+
+@pytest.mark.parametrize(
+    ("values", "heads", "rope"),
+    [
+        (QWEN3_8B, (36, 32, 8, 128), RopeSpec(1e6)),
+        (
+            LLAMA_3_2_1B,
+            (16, 32, 8, 64),
+            RopeSpec(
+                5e5,
+                "llama3",
+                factor=32.0,
+                original_max_position_embeddings=8192,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+            ),
+        ),
+        (SMOLLM2_135M, (30, 9, 3, 64), RopeSpec(1e5)),
+    ],
+    ids=["Qwen3-8B", "Llama-3.2-1B", "SmolLM2-135M"],
+)
+def test_published_target_is_accepted(values: dict, heads: tuple[int, ...], rope: RopeSpec) -> None:
+    refuse_unsupported(values, "config.json", is_causal=True)
+    spec = decoder_spec(parse(DecoderConfig, values, "config.json"), values["model_type"], "config.json")
+    assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == heads
+    assert spec.rope == rope
+
+
+@pytest.mark.parametrize("values", [DSPARK_QWEN3_8B, DFLASH_QWEN3_8B], ids=["dspark", "dflash"])
+def test_published_drafter_is_accepted(values: dict) -> None:
+    refuse_other_formats(values, "config.json")
+    refuse_unsupported(values, "config.json", is_causal=False)
+    config = parse(DrafterConfig, values, "config.json")
+    assert (config.block_size, config.mask_token_id, config.num_target_layers) == (7, 151669, 36)
+    assert decoder_spec(config, "qwen3", "config.json").num_layers == 5
