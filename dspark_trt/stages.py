@@ -132,7 +132,6 @@ def _make_model_repo(context: Context, folder: Path, progress: StageProgress) ->
         context.output,
         folder,
         engine_model_name=context.recipe.engine_model_name,
-        max_slots=context.recipe.max_slots,
     )
 
 

@@ -1,8 +1,8 @@
 """A tritonserver to start: the one on PATH, or a private tree unpacked from the `nvidia-pytriton` wheel.
 
-The wheel is the one place on PyPI that carries the Triton server itself. Only its files are wanted: it pins numpy < 2, so
-it is downloaded without its dependencies and unpacked into a cache folder, never installed into the environment. The tree
-keeps the wheel's own layout, because its libraries are found relative to each binary:
+The wheel is the one place on PyPI that carries the Triton server itself. Only its files are wanted: it pins numpy < 2,
+so it is downloaded without its dependencies and unpacked into a cache folder, never installed into the environment. The
+tree keeps the wheel's own layout, because its libraries are found relative to each binary:
 
     <cache>/tritonserver-<wheel version>-py<X.Y>/
         pytriton/tritonserver/bin/tritonserver
@@ -87,8 +87,8 @@ def _assemble(root: Path, python: str) -> None:
             names = [name for name in archive.namelist() if name.startswith(kept)]
             if stub not in names:
                 raise EnvironmentMissingError(
-                    f"nvidia-pytriton {WHEEL_VERSION} has no Python backend stub for Python {python}: expected {stub} in "
-                    "the wheel; run dspark-trt under Python 3.11, or put a tritonserver of this Python on PATH"
+                    f"nvidia-pytriton {WHEEL_VERSION} has no Python backend stub for Python {python}: expected {stub} "
+                    "in the wheel; run dspark-trt under Python 3.11, or put a tritonserver of this Python on PATH"
                 )
             archive.extractall(unpacked, names)
         with zipfile.ZipFile(download_wheel("numpy", NUMPY_VERSION, Path(scratch))) as archive:
@@ -145,7 +145,7 @@ def _interpreter_folder() -> Path:
 
 
 def _own_libpython_folder() -> Path | None:
-    """Where the running interpreter's shared library is; None when it is linked statically (then the system's serves)."""
+    """Where the running interpreter's shared library is; None when it is linked statically: the system's serves then."""
     name, folder = sysconfig.get_config_var("INSTSONAME"), sysconfig.get_config_var("LIBDIR")
     if not name or not folder or ".so" not in name or not (Path(folder) / name).exists():
         return None

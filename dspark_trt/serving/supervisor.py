@@ -1,8 +1,9 @@
 """Runs one tritonserver process: start, wait until a real request succeeds, stop without leaving anything behind.
 
-Facts that shape this module: a server whose backend process died still answers "ready", so only a request counts; after
-an abort the backend processes live on without their server and keep its shared memory, so the server gets a session of
-its own, and the whole session is ended with it; shared memory carries a prefix per server, so that only its own is removed.
+Facts that shape this module: a server whose backend process died still answers "ready", so only a request counts;
+after an abort the backend processes live on without their server and keep its shared memory, so the server gets a
+session of its own, and all of it is ended together; shared memory carries a prefix per server, so that only its own is
+removed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError
+from dspark_trt.packaging.model_repo import model_repository_of, overlay_model_repo
 from dspark_trt.serving.server_tree import find_server
 
 _EXIT_TIMEOUT_S = 5  # given to running requests by the server itself
@@ -36,33 +39,37 @@ _ROUTINE = re.compile(r"I\d{4} |\+-|\| |$")  # informational messages, tables, e
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Addresses and times of one tritonserver. A port of 0 takes any free one."""
+class ServeOptions:
+    """How one build is served. A port of 0 takes any free one."""
 
-    host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
+    address: str = "127.0.0.1"  # that all three bind to
+    scheduler: str | None = None  # as in `parse_scheduler`; None: what the build's repository says
     cache: Path | None = None  # where the server tree lives; None: default_cache_folder()
     log_file: Path | None = None  # None: the server writes to this process's standard error
     startup_timeout_s: float = 300.0
 
 
 class TritonServer:
-    """Context manager around one tritonserver that serves `model_repository`.
+    """Context manager around one tritonserver that serves one build.
 
-    `with TritonServer(repository, options) as server:` gives a server whose `ensemble` has answered a request. Leaving the
-    block ends every process of the server and removes its shared memory.
+    `with TritonServer(build_dir, options) as server:` gives a server whose `ensemble` has answered a request. Leaving
+    the block ends every process of the server and removes its shared memory. The build itself is never written to.
     """
 
-    def __init__(self, model_repository: Path, options: ServerOptions) -> None:
-        self._repository = model_repository.resolve()  # the server may run in another folder
+    def __init__(self, build_dir: Path, options: ServeOptions) -> None:
+        """Raises ManifestError when `build_dir` has no model repository."""
+        self._build_dir = build_dir
+        self._repository = model_repository_of(build_dir)
         self._options = _with_ports(options)
         self._process: subprocess.Popen[bytes] | None = None
+        self._resources = contextlib.ExitStack()
         self._shared_memory_prefix = f"dspark_{os.getpid()}_{secrets.token_hex(4)}_"
 
     @property
-    def options(self) -> ServerOptions:
+    def options(self) -> ServeOptions:
         """The options in force, with the ports that were chosen."""
         return self._options
 
@@ -79,35 +86,42 @@ class TritonServer:
         return f"{self._connect_host()}:{self._options.grpc_port}"
 
     def _connect_host(self) -> str:
-        return "127.0.0.1" if self._options.host == "0.0.0.0" else self._options.host
+        return "127.0.0.1" if self._options.address == "0.0.0.0" else self._options.address
 
     def __enter__(self) -> TritonServer:
         """Start the server and wait for its first answer.
 
-        Raises EnvironmentMissingError when there is no server to start, EngineBuildError with the log's tail when it dies
-        or does not answer in time.
+        Raises EnvironmentMissingError when there is no server to start, EngineBuildError with the log's tail when it
+        dies or does not answer in time.
         """
-        tree = find_server(self._options.cache)
-        command = [str(tree.executable), *self._arguments()]
-        if tree.backend_directory is not None:
-            command += [f"--backend-directory={tree.backend_directory}"]
-        with contextlib.ExitStack() as stack:
-            log = self._options.log_file and stack.enter_context(self._options.log_file.open("wb"))
-            self._process = subprocess.Popen(
-                command,
-                env=tree.environment(),
-                cwd=tree.working_directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log or None,
-                stderr=subprocess.STDOUT if log else None,
-                start_new_session=True,
-            )
         try:
+            self._process = self._start()
             self._wait_until_answering()
         except BaseException:
             self.stop()
             raise
         return self
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        tree = find_server(self._options.cache)
+        if self._options.scheduler is not None:
+            overlay = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="dspark-trt-"))
+            overlay_model_repo(self._build_dir, Path(overlay), scheduler=self._options.scheduler)
+            self._repository = Path(overlay)
+        command = [str(tree.executable), *self._arguments()]
+        if tree.backend_directory is not None:
+            command += [f"--backend-directory={tree.backend_directory}"]
+        log_file = self._options.log_file
+        log = log_file and self._resources.enter_context(log_file.open("wb"))
+        return subprocess.Popen(
+            command,
+            env=tree.environment(),
+            cwd=tree.working_directory,
+            stdin=subprocess.DEVNULL,
+            stdout=log or None,
+            stderr=subprocess.STDOUT if log else None,
+            start_new_session=True,
+        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -121,22 +135,25 @@ class TritonServer:
 
     def stop(self) -> None:
         """Ask the server to stop, end what is left of its session, and remove its shared memory. Safe to call twice."""
-        process = self._process
-        if process is None:
-            return
+        with _signals_held():
+            if self._process is not None:
+                self._end(self._process)
+                self._process = None
+            self._resources.close()
+
+    def _end(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + _KILL_TIMEOUT_S
         os.kill(process.pid, signal.SIGINT)  # the process is not reaped yet, so the number is still its own
         while not self.has_died() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         os.killpg(process.pid, signal.SIGKILL)  # the backend processes are in the server's group
         process.wait()
-        self._process = None
         for leftover in _SHARED_MEMORY.glob(f"{self._shared_memory_prefix}*"):
             leftover.unlink(missing_ok=True)
 
     def describe_death(self) -> str:
         """What a person needs to know about a server that ended by itself."""
-        return f"tritonserver serving {self._repository} ended by itself; {self._log_tail()}"
+        return f"tritonserver serving {self._build_dir} ended by itself; {self._log_tail()}"
 
     def _arguments(self) -> Iterator[str]:
         options = self._options
@@ -146,7 +163,7 @@ class TritonServer:
             ("grpc", options.grpc_port),
             ("metrics", options.metrics_port),
         ):
-            yield f"--{service}-address={options.host}"
+            yield f"--{service}-address={options.address}"
             yield f"--{service}-port={port}"
         yield f"--exit-timeout-secs={_EXIT_TIMEOUT_S}"
         yield "--allow-gpu-metrics=false"
@@ -162,7 +179,7 @@ class TritonServer:
             if time.monotonic() > deadline:
                 waited = f"{self._options.startup_timeout_s:g} s"
                 raise EngineBuildError(
-                    f"tritonserver serving {self._repository} is not ready after {waited}; {self._log_tail()}"
+                    f"tritonserver serving {self._build_dir} is not ready after {waited}; {self._log_tail()}"
                 )
             time.sleep(_POLL_S)
         try:
@@ -170,7 +187,7 @@ class TritonServer:
         except OSError as error:
             reason = error.read().decode(errors="replace") if isinstance(error, HTTPError) else str(error)
             raise EngineBuildError(
-                f"tritonserver serving {self._repository} is ready but does not answer: {reason}; {self._log_tail()}"
+                f"tritonserver serving {self._build_dir} is ready but does not answer: {reason}; {self._log_tail()}"
             ) from error
 
     def _is_ready(self) -> bool:
@@ -188,6 +205,16 @@ class TritonServer:
         return f"the end of its log {log_file}, routine lines left out:\n" + "\n".join(lines[-num_lines:])
 
 
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """An impatient second signal must not interrupt the clean-up, which is bounded in time."""
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
 def generate(http_url: str, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
     """One request to the ensemble through the generate endpoint.
 
@@ -200,7 +227,7 @@ def generate(http_url: str, request: dict[str, Any], *, timeout_s: float) -> dic
     return decoded
 
 
-def _with_ports(options: ServerOptions) -> ServerOptions:
+def _with_ports(options: ServeOptions) -> ServeOptions:
     """Replace each port of 0 by a free one; all are held until all are chosen, so that they differ."""
     with contextlib.ExitStack() as stack:
 
@@ -208,7 +235,7 @@ def _with_ports(options: ServerOptions) -> ServerOptions:
             if port != 0:
                 return port
             listener = stack.enter_context(socket.socket())
-            listener.bind((options.host, 0))
+            listener.bind((options.address, 0))
             chosen: int = listener.getsockname()[1]
             return chosen
 

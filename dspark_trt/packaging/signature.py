@@ -1,0 +1,173 @@
+"""Every tensor of the four Triton models, once: configurations and adapters both read it.
+
+Names, types and shapes of the ensemble and of the engine model are those of TensorRT-LLM's Triton backend, so its
+clients work unmodified; the tensors that exist only here are marked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dspark_trt.packaging.pbtxt import ANY, DataType, EnsembleStep, ModelConfig, Tensor
+
+ENSEMBLE = "ensemble"
+PREPROCESSING = "preprocessing"
+POSTPROCESSING = "postprocessing"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a request: its name in the ensemble, and the name of the tensor of the step that reads it."""
+
+    name: str
+    data_type: DataType
+    dims: tuple[int, ...] = (1,)
+    step_name: str = ""  # "": the same
+    is_optional: bool = True
+
+    def ensemble_tensor(self) -> Tensor:
+        return Tensor(self.name, self.data_type, self.dims, self.is_optional)
+
+    def step_tensor(self) -> Tensor:
+        return Tensor(self.step_name or self.name, self.data_type, self.dims, self.is_optional)
+
+
+# Fields that preprocessing turns into token ids.
+PREPROCESSING_FIELDS = (
+    Field("text_input", "STRING", step_name="QUERY", is_optional=False),
+    Field("chat", "BOOL", step_name="CHAT"),  # only here: text_input is one user turn
+    Field("messages", "STRING", step_name="MESSAGES"),  # only here: JSON list of messages, text_input is empty
+    Field("chat_template_kwargs", "STRING", step_name="CHAT_TEMPLATE_KWARGS"),  # only here: JSON object
+    Field("bad_words", "STRING", (ANY,), step_name="BAD_WORDS_DICT"),
+    Field("embedding_bias_words", "STRING", (ANY,), step_name="EMBEDDING_BIAS_WORDS"),
+    Field("embedding_bias_weights", "FP32", (ANY,), step_name="EMBEDDING_BIAS_WEIGHTS"),
+)
+
+# Fields that go to the engine model as they are.
+ENGINE_FIELDS = (
+    Field("max_tokens", "INT32", step_name="request_output_len", is_optional=False),
+    Field("stream", "BOOL", step_name="streaming"),
+    Field("exclude_input_in_output", "BOOL"),
+    Field("stop_words", "STRING", (ANY,)),
+    Field("end_id", "INT32"),
+    Field("pad_id", "INT32"),
+    Field("temperature", "FP32"),
+    Field("top_k", "INT32", step_name="runtime_top_k"),
+    Field("top_p", "FP32", step_name="runtime_top_p"),
+    Field("min_p", "FP32"),  # only here
+    Field("seed", "UINT64"),
+    Field("min_tokens", "INT32"),
+    Field("min_length", "INT32"),  # what genai-perf calls min_tokens
+    Field("repetition_penalty", "FP32"),
+    Field("presence_penalty", "FP32"),
+    Field("frequency_penalty", "FP32"),
+    Field("logit_bias", "STRING"),  # only here: JSON object, token id -> bias
+    Field("return_log_probs", "BOOL"),
+    Field("return_perf_metrics", "BOOL"),
+    Field("return_num_input_tokens", "BOOL"),
+    Field("return_num_output_tokens", "BOOL"),
+    Field("length_penalty", "FP32", step_name="len_penalty"),
+    Field("beam_width", "INT32"),
+    Field("num_return_sequences", "INT32"),
+    Field("lora_task_id", "UINT64"),
+    Field("guided_decoding_guide", "STRING"),
+    Field("guided_decoding_guide_type", "STRING"),
+)
+
+PREPROCESSING_OUTPUTS = (
+    Tensor("INPUT_ID", "INT32", (ANY,)),
+    Tensor("REQUEST_INPUT_LEN", "INT32"),
+    Tensor("BAD_WORDS_IDS", "INT32", (2, ANY)),
+)
+
+# Inputs of the engine model that no field of the ensemble fills.
+ENGINE_ONLY_INPUTS = (
+    Tensor("stop_words_list", "INT32", (2, ANY), is_optional=True),
+    Tensor("stop", "BOOL", is_optional=True),
+    Tensor("stop_handle", "INT64", is_optional=True),  # only here: the handle of the request to stop
+)
+
+ENGINE_OUTPUTS = (
+    Tensor("output_ids", "INT32", (ANY, ANY)),
+    Tensor("sequence_length", "INT32", (ANY,)),
+    Tensor("text", "STRING"),  # only here: detokenisation needs the state of the request
+    Tensor("handle", "INT64"),  # only here
+    Tensor("cum_log_probs", "FP32", (ANY,)),
+    Tensor("output_log_probs", "FP32", (ANY, ANY)),
+    Tensor("batch_index", "INT32"),
+    Tensor("sequence_index", "INT32"),
+    Tensor("num_input_tokens", "INT32"),
+    Tensor("num_output_tokens", "INT32"),  # of this response
+    Tensor("finish_reason", "STRING"),  # only here: empty before the last response
+    # Speculation, on the last response; 0 before.
+    Tensor("acceptance_rate", "FP32"),  # accepted / verified drafts
+    Tensor("total_draft_tokens", "INT32"),  # verified
+    Tensor("total_accepted_draft_tokens", "INT32"),
+    Tensor("num_steps", "INT32"),  # only here: verification steps
+)
+
+_TEXT_INPUTS = (Tensor("TEXT", "STRING"), Tensor("HANDLE", "INT64"))
+_TEXT_OUTPUTS = (Tensor("OUTPUT", "STRING", (ANY,)),)  # answered without a batch dimension: clients read output[0]
+_INNER_ENGINE_OUTPUTS = ("output_ids", "sequence_length", "text", "handle")
+
+
+def model_configs(engine_model_name: str, *, build_directory: str, scheduler: str) -> tuple[ModelConfig, ...]:
+    """The four models. `build_directory` is relative to a model's folder; `scheduler` as in `parse_scheduler`."""
+    public_outputs = tuple(tensor for tensor in ENGINE_OUTPUTS if tensor.name not in _INNER_ENGINE_OUTPUTS)
+    engine = ModelConfig(
+        name=engine_model_name,
+        inputs=(
+            Tensor("input_ids", "INT32", (ANY,)),
+            Tensor("input_lengths", "INT32"),
+            *(field.step_tensor() for field in ENGINE_FIELDS),
+            Tensor("bad_words_list", "INT32", (2, ANY), is_optional=True),
+            *ENGINE_ONLY_INPUTS,
+        ),
+        outputs=ENGINE_OUTPUTS,
+        is_decoupled=True,
+        parameters={"build_directory": build_directory, "scheduler": scheduler},
+    )
+    preprocessing = ModelConfig(
+        name=PREPROCESSING,
+        inputs=tuple(field.step_tensor() for field in PREPROCESSING_FIELDS),
+        outputs=PREPROCESSING_OUTPUTS,
+        parameters={"build_directory": build_directory},
+    )
+    postprocessing = ModelConfig(
+        name=POSTPROCESSING,
+        inputs=_TEXT_INPUTS,
+        outputs=_TEXT_OUTPUTS,
+        parameters={"engine_model_name": engine_model_name},
+    )
+    ensemble = ModelConfig(
+        name=ENSEMBLE,
+        inputs=tuple(field.ensemble_tensor() for field in (*PREPROCESSING_FIELDS, *ENGINE_FIELDS)),
+        outputs=(Tensor("text_output", "STRING", (ANY,)), *public_outputs),
+        steps=(
+            EnsembleStep(
+                PREPROCESSING,
+                input_map={field.step_tensor().name: field.name for field in PREPROCESSING_FIELDS},
+                output_map={tensor.name: f"_{tensor.name}" for tensor in PREPROCESSING_OUTPUTS},
+            ),
+            EnsembleStep(
+                engine_model_name,
+                input_map={
+                    "input_ids": "_INPUT_ID",
+                    "input_lengths": "_REQUEST_INPUT_LEN",
+                    "bad_words_list": "_BAD_WORDS_IDS",
+                    **{field.step_tensor().name: field.name for field in ENGINE_FIELDS},
+                },
+                output_map={
+                    "text": "_TEXT",
+                    "handle": "_HANDLE",
+                    **{tensor.name: tensor.name for tensor in public_outputs},
+                },
+            ),
+            EnsembleStep(
+                POSTPROCESSING,
+                input_map={"TEXT": "_TEXT", "HANDLE": "_HANDLE"},
+                output_map={"OUTPUT": "text_output"},
+            ),
+        ),
+    )
+    return ensemble, preprocessing, engine, postprocessing

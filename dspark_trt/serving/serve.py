@@ -1,0 +1,39 @@
+"""`dspark-trt serve`: one build behind one tritonserver, until it is asked to stop."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from dspark_trt.errors import EngineBuildError
+from dspark_trt.serving.engine_model import parse_scheduler
+from dspark_trt.serving.supervisor import ServeOptions, TritonServer
+
+__all__ = ["ServeOptions", "TritonServer", "serve"]
+
+_DEATH_POLL_S = 0.5
+
+
+def serve(
+    build_dir: Path, options: ServeOptions, on_ready: Callable[[TritonServer], None] = lambda server: None
+) -> None:
+    """Serve until SIGINT or SIGTERM, then stop cleanly. `on_ready` is called once a real request has been answered.
+
+    Raises RecipeError for an unknown scheduler, ManifestError when `build_dir` is no finished build,
+    EnvironmentMissingError when there is no server to start, EngineBuildError when it does not come up or ends by
+    itself.
+    """
+    if options.scheduler is not None:
+        parse_scheduler(options.scheduler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have started this process with SIGINT ignored
+        signal.signal(number, signal.default_int_handler)
+    try:
+        with TritonServer(build_dir, options) as server:
+            on_ready(server)
+            while not server.has_died():
+                time.sleep(_DEATH_POLL_S)
+            raise EngineBuildError(server.describe_death())
+    except KeyboardInterrupt:
+        return
