@@ -2,7 +2,8 @@
 
 Weights are scaled so that logits have a standard deviation of about 3 and the transition bias and the confidence logits
 of about 1: argmaxes are well separated, sampling is not uniform, and no layer is a near-identity.
-Everything is a function of `seed`, so a test can write the same checkpoint twice.
+Everything is a function of `seed`, so a test can write the same checkpoint twice. One file, longer than is the habit here,
+because target and drafter share the helpers that make their tensors.
 """
 
 from __future__ import annotations
