@@ -108,6 +108,105 @@ def build(
 
 
 @app.command()
+def generate(
+    folder: BuildFolder,
+    prompt: Annotated[list[str], typer.Option(help="Give it several times to decode several prompts in one batch.")],
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template; the prompt is one user turn.")] = False,
+    chat_template_kwargs: Annotated[str | None, typer.Option(help="JSON over the build's own.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate, at most.")] = 128,
+    min_tokens: Annotated[int, typer.Option(help="No end before so many tokens.")] = 0,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy  [default: the checkpoint's]")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0: off  [default: the checkpoint's]")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1: off  [default: the checkpoint's]")] = None,
+    min_p: Annotated[float | None, typer.Option(help="0: off  [default: the checkpoint's]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed and same verify lengths: same output.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="1: off  [default: the checkpoint's]")] = None,
+    presence_penalty: Annotated[float, typer.Option(help="0: off")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="0: off")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Word never to produce; several times.")] = None,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="TOKEN_ID=BIAS; several times.")] = None,
+    log_probs: Annotated[int | None, typer.Option(help="Log probabilities, with N alternatives.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind EOS.")] = False,
+    no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.")] = False,
+    verify_len: Annotated[int | None, typer.Option(help="Verify exactly so many drafts a step.")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="early_stop | lagged_budget | threshold  [default: early_stop]")
+    ] = None,
+    threshold: Annotated[float | None, typer.Option(help="With --scheduler threshold: cut below it.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Generate text from a build. With --json, one object on one line for each prompt."""
+    from dspark_trt import generation
+    from dspark_trt.deployment import load_deployment
+
+    config = generation.scheduler_from_options(
+        no_draft=no_draft, verify_len=verify_len, mode=scheduler, threshold=threshold
+    )
+    biases = generation.parse_logit_bias(logit_bias or ())
+    template_kwargs = _parse_json("--chat-template-kwargs", chat_template_kwargs) or {}
+    deployment = load_deployment(folder)
+    sampling = deployment.sampling_params(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop_strings=tuple(stop or ()),
+        bad_words=deployment.codec.encode_words(bad_word or ()),
+        logit_bias=biases,
+        num_log_probs=log_probs,
+        ignore_eos=ignore_eos,
+    )
+    codec = deployment.codec
+    prompts = [
+        codec.encode_chat([{"role": "user", "content": text}], **template_kwargs) if chat else codec.encode(text)
+        for text in prompt
+    ]
+    is_streaming = not as_json and len(prompts) == 1
+
+    def on_text(index: int, text: str) -> None:
+        if is_streaming:
+            print(text, end="", flush=True)
+
+    results = generation.generate(deployment, prompts, sampling, config, on_text)
+    for result in results:
+        if as_json:
+            print(json.dumps(result))
+        else:
+            print("" if is_streaming else result["text"])
+            console.print(
+                f"{len(result['token_ids'])} tokens in {result['num_steps']} steps, accepted_len "
+                f"{result['accepted_len']:.2f}, mean verify_len {result['mean_verify_len']:.2f}, "
+                f"{result['timings_ms']['total']:.0f} ms ({result['finish_reason']})",
+                style="dim",
+            )
+
+
+@app.command()
+def serve(
+    folder: BuildFolder,
+    http_port: Annotated[int, typer.Option(help="HTTP endpoint.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="gRPC endpoint.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus metrics.")] = 8002,
+    address: Annotated[str, typer.Option(help="Address that all three bind to.")] = "127.0.0.1",
+    scheduler: Annotated[
+        str | None, typer.Option(help="early_stop | lagged_budget | off | fixed  [default: early_stop]")
+    ] = None,
+) -> None:
+    """Serve a build with Triton Inference Server until interrupted."""
+    from dspark_trt.serving.serve import ServeOptions
+    from dspark_trt.serving.serve import serve as run_server
+
+    run_server(folder, ServeOptions(http_port, grpc_port, metrics_port, address, scheduler))
+
+
+@app.command()
 def inspect(
     folder: BuildFolder,
     as_json: AsJson = False,

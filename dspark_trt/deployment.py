@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
@@ -14,6 +15,7 @@ from dspark_trt.manifest import check_chain, check_outputs, read_manifest, read_
 from dspark_trt.recipe import BuildRecipe
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
+from dspark_trt.runtime.request import SamplingParams
 from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec
 
@@ -31,16 +33,28 @@ class Deployment:
     temperatures: tuple[float, ...]  # [G], STS (paper section 3.2.1)
     codec: TextCodec
 
-    def make_loop(self, scheduler: SchedulerConfig) -> DecodingLoop:
+    def make_loop(
+        self,
+        scheduler: SchedulerConfig,
+        *,
+        target: TargetEngine | None = None,
+        drafter: DraftEngine | None = None,
+    ) -> DecodingLoop:
+        """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace)."""
         return DecodingLoop(
-            target=self.target,
-            drafter=self.drafter,
+            target=target or self.target,
+            drafter=drafter or self.drafter,
             step_table=self.step_table,
             temperatures=self.temperatures,
             eos_token_ids=self.target_spec.eos_token_ids,
             decode=self.codec.decode,
             scheduler=scheduler,
         )
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """What was given, over the checkpoint's generation_config.json, over the runtime's defaults; None: not given."""
+        defaults = asdict(self.target_spec.generation_defaults)
+        return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
 
 
 def load_deployment(folder: Path) -> Deployment:

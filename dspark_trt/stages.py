@@ -11,6 +11,7 @@ from typing import Any
 
 from dspark_trt import host
 from dspark_trt.checkpoints.drafter import read_drafter
+from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.pairing import check_pairing
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
@@ -74,9 +75,11 @@ def _checkpoint_inputs(context: Context) -> list[Path]:
 def _make_checkpoints(context: Context, folder: Path, progress: StageProgress) -> None:
     recipe = context.recipe
     _write_json(folder / "target.json", spec_to_json(context.target.spec))
-    progress(0.3)
     _write_json(folder / "drafter.json", spec_to_json(context.drafter.spec))
-    progress(0.6)
+    progress(0.3)
+    check_finite(context.target.weights, recipe.target)
+    check_finite(context.drafter.weights, recipe.drafter)
+    progress(0.7)
     write_tokenizer(
         recipe.target,
         folder / "tokenizer",

@@ -75,6 +75,12 @@ class TextCodec:
         """The ids of a plain prompt, with the special tokens that the tokenizer itself adds (a leading BOS, mostly)."""
         return list(self._tokenizer.encode(text).ids)
 
+    def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Every token sequence that a word can begin as: at the start of a text, and behind a space; without duplicates."""
+        spellings = [spelling for word in words for spelling in (word, f" {word.lstrip()}")]
+        sequences = (tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in spellings)
+        return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
+
     def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> str:
         """Messages ({"role": ..., "content": ...}) as the text that the model was trained on.
 

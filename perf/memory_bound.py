@@ -1,0 +1,88 @@
+"""How close a one-token step of the float32 target comes to reading its weights once at this machine's memory speed.
+
+    python perf/memory_bound.py build/smollm2
+
+Prints one line and one JSON line. Bandwidth and steps are measured alternately, in one run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from dspark_trt import host
+from dspark_trt.deployment import load_deployment
+from dspark_trt.engines.protocol import TargetBatch
+
+STREAM_BYTES = 512 << 20  # far beyond any cache
+NUM_ROUNDS = 7
+STEPS_PER_ROUND = 8
+CONTEXT_DEPTH_TOKENS = 256
+
+
+def read_bandwidth(pool: ThreadPoolExecutor, parts: list[np.ndarray]) -> float:
+    """Bytes per second of all threads reading a stream once."""
+    start = time.perf_counter()
+    list(pool.map(np.sum, parts))
+    return sum(part.nbytes for part in parts) / (time.perf_counter() - start)
+
+
+def one_token_batch() -> TargetBatch:
+    return TargetBatch(
+        token_ids=np.array([5]),
+        rows=np.array([0]),
+        past_lengths=np.array([CONTEXT_DEPTH_TOKENS]),
+        query_lengths=np.array([1]),
+        num_decode=1,
+        logit_rows=np.array([0]),
+    )
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of float32 weights that a step reads: every parameter of the target once (the tied head is the embedding)."""
+    spec = json.loads((folder / "checkpoints" / "target.json").read_text())
+    decoder = spec["decoder"]
+    hidden, heads = decoder["hidden_size"], decoder["head_dim"]
+    attention = hidden * heads * (2 * decoder["num_heads"] + 2 * decoder["num_kv_heads"])
+    layer = attention + 3 * hidden * decoder["intermediate_size"]
+    return 4 * (decoder["num_layers"] * layer + decoder["vocab_size"] * hidden)
+
+
+def main(folder: Path) -> None:
+    deployment = load_deployment(folder)
+    if deployment.recipe.precision != "fp32":
+        sys.exit(f"{folder} is a {deployment.recipe.precision} build; the bound is defined for fp32")
+    num_threads = deployment.recipe.num_threads or host.num_cores()
+    parts = np.array_split(np.ones(STREAM_BYTES // 4, np.float32), num_threads)
+    batch = one_token_batch()
+    bandwidths, steps = [], []
+    with ThreadPoolExecutor(num_threads) as pool:
+        for _ in range(NUM_ROUNDS):
+            bandwidths.append(read_bandwidth(pool, parts))
+            for _ in range(STEPS_PER_ROUND):
+                start = time.perf_counter()
+                deployment.target.forward(batch)
+                steps.append((time.perf_counter() - start) * 1e3)
+    bound_ms = weight_bytes(folder) / statistics.median(bandwidths) * 1e3
+    step_ms = statistics.median(steps)
+    result = {
+        "weight_bytes": weight_bytes(folder),
+        "bandwidth_gb_per_s": round(statistics.median(bandwidths) / 1e9, 2),
+        "bound_ms": round(bound_ms, 2),
+        "step_ms": round(step_ms, 2),
+        "ratio": round(step_ms / bound_ms, 3),
+        "num_threads": num_threads,
+        "host": host.fingerprint(),
+    }
+    print(f"one-token step {step_ms:.1f} ms, memory bound {bound_ms:.1f} ms: {step_ms / bound_ms:.2f} x the bound")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "build/smollm2"))

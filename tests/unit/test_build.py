@@ -1,0 +1,134 @@
+"""The build, end to end on tiny random checkpoints: kept stages, interruption, tampering, moving."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dspark_trt import build as build_module
+from dspark_trt.build import build
+from dspark_trt.deployment import load_deployment
+from dspark_trt.errors import CheckpointError, ManifestError
+from dspark_trt.inspection import inspect_build
+from dspark_trt.recipe import BuildRecipe
+from dspark_trt.stages import STAGES
+from tests.factories import write_drafter, write_target
+
+LIMITS = {"max_slots": 2, "max_seq_len": 64, "max_batch_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> BuildRecipe:
+    folder = tmp_path_factory.mktemp("pair")
+    target = write_target(folder / "target", vocab_size=320, tokenizer=True)
+    drafter = write_drafter(folder / "drafter", target)
+    return BuildRecipe(target=str(target), drafter=str(drafter), **LIMITS)
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: BuildRecipe, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("build") / "pair"
+    results = build(recipe, output)
+    assert [result.stage for result in results] == [stage.name for stage in STAGES]
+    assert all(result.was_built for result in results)
+    return output
+
+
+@pytest.fixture
+def copied(finished: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(finished, tmp_path / "copied")
+
+
+def test_second_build_with_nothing_changed_does_nothing(recipe: BuildRecipe, finished: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.parent != finished}
+    results = build(recipe, finished)
+    assert not any(result.was_built for result in results)
+    assert before == {path: path.stat().st_mtime_ns for path in finished.rglob("*") if path.parent != finished}
+
+
+def test_verify_hashes_what_size_and_time_do_not_show(recipe: BuildRecipe, copied: Path) -> None:
+    graph = copied / "graphs" / "target.onnx"
+    stat = graph.stat()
+    content = bytearray(graph.read_bytes())
+    content[-1] ^= 1
+    graph.write_bytes(content)
+    os.utime(graph, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ManifestError, match=r"target\.onnx was changed"):
+        inspect_build(copied, verify=True)
+    rebuilt = {result.stage: result.was_built for result in build(recipe, copied, verify=True)}
+    assert rebuilt["graphs"]
+    assert not rebuilt["checkpoints"]
+    inspect_build(copied, verify=True)
+
+
+def test_changed_limits_keep_the_checkpoints_and_rebuild_what_follows(recipe: BuildRecipe, copied: Path) -> None:
+    results = build(recipe.model_copy(update={"max_seq_len": 128}), copied)
+    assert [result.stage for result in results if not result.was_built] == ["checkpoints"]
+
+
+@pytest.mark.parametrize("failing", [stage.name for stage in STAGES])
+def test_interrupted_stage_leaves_nothing_half_written_and_the_next_build_resumes(
+    recipe: BuildRecipe, copied: Path, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(copied / failing)
+
+    def interrupt(context: object, folder: Path, progress: object) -> None:
+        (folder / "half").write_text("written")
+        raise KeyboardInterrupt
+
+    broken = tuple(replace(stage, make=interrupt) if stage.name == failing else stage for stage in STAGES)
+    with monkeypatch.context() as patch:
+        patch.setattr(build_module, "STAGES", broken)
+        with pytest.raises(KeyboardInterrupt):
+            build(recipe, copied)
+    assert not (copied / failing).exists()
+    assert not list(copied.glob(".*.partial"))
+    with pytest.raises(ManifestError):
+        load_deployment(copied)
+    results = build(recipe, copied)
+    assert [result.stage for result in results if result.was_built] == [failing]
+
+
+def test_leftovers_of_a_killed_build_are_cleared(recipe: BuildRecipe, copied: Path) -> None:
+    (copied / ".graphs.partial").mkdir()
+    build(recipe, copied)
+    assert not (copied / ".graphs.partial").exists()
+
+
+def test_moved_directory_still_loads(finished: Path, copied: Path) -> None:
+    deployment = load_deployment(copied)
+    assert deployment.drafter.gamma == len(deployment.temperatures)
+
+
+def test_stage_of_another_build_is_refused(recipe: BuildRecipe, copied: Path, tmp_path: Path) -> None:
+    build(recipe.model_copy(update={"max_seq_len": 128}), tmp_path / "other")
+    shutil.rmtree(copied / "graphs")
+    shutil.copytree(tmp_path / "other" / "graphs", copied / "graphs")
+    with pytest.raises(ManifestError, match="another build"):
+        load_deployment(copied)
+
+
+def test_directory_with_other_things_is_not_overwritten(recipe: BuildRecipe, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ManifestError, match=r"thesis\.txt"):
+        build(recipe, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_failed_first_build_of_a_missing_target_says_what_to_do(recipe: BuildRecipe, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not exist"):
+        build(recipe.model_copy(update={"target": str(tmp_path / "none" / "x" / "y")}), tmp_path / "out")
+
+
+def test_inspect_tells_the_whole_chain(finished: Path) -> None:
+    description = inspect_build(finished, verify=True)
+    assert json.loads(json.dumps(description)) == description
+    assert set(description["stages"]) == {stage.name for stage in STAGES}
+    assert description["step_table"]["step_ms"]
+    inputs = description["stages"]["checkpoints"]["inputs"]
+    assert any(path.endswith("model.safetensors") for path in inputs)
