@@ -171,7 +171,7 @@ def pending_taps(segments: Sequence[Segment], results: Sequence[Acceptance], tap
     kept = [
         (segment, result.num_committed(segment))
         for segment, result in zip(segments, results, strict=True)
-        if segment.state.phase is not Phase.FINISHED and segment.state.request.max_verify_len != 0
+        if segment.state.phase is not Phase.FINISHED and segment.state.may_draft
     ]
     if not kept:
         return None

@@ -103,19 +103,24 @@ def admission_order(survival: Floats, caps: Ints) -> tuple[Ints, Floats]:
 
 
 def early_stop_count(values: Floats, num_tokens: float, step_ms: Floats) -> int:
-    """Drafts admitted before expected throughput does not rise for the first time (Algorithm 1).
-
-    values: survival in order of admission, [N]. num_tokens: tokens expected without any of them. step_ms: milliseconds
-    of the step with 0 .. N of them, [N + 1].
-    """
-    throughput = (num_tokens + np.concatenate(([0.0], np.cumsum(values)))) / step_ms
+    """Drafts admitted before expected throughput does not rise for the first time (Algorithm 1). See `_throughput`."""
+    throughput = _throughput(values, num_tokens, step_ms)
     stops = np.flatnonzero(throughput[1:] <= throughput[:-1])
     return int(stops[0]) if len(stops) else len(values)
 
 
 def best_count(values: Floats, num_tokens: float, step_ms: Floats) -> int:
     """The number of drafts of greatest expected throughput, the smallest on ties. Only for survivals of the past."""
-    return int(np.argmax((num_tokens + np.concatenate(([0.0], np.cumsum(values)))) / step_ms))
+    return int(np.argmax(_throughput(values, num_tokens, step_ms)))
+
+
+def _throughput(values: Floats, num_tokens: float, step_ms: Floats) -> Floats:
+    """Expected tokens per millisecond with 0 .. N drafts admitted, [N + 1].
+
+    values: survival in order of admission, [N]. num_tokens: tokens expected without any of them. step_ms: milliseconds
+    of the step with 0 .. N of them, [N + 1] or more.
+    """
+    return (num_tokens + np.concatenate(([0.0], np.cumsum(values)))) / step_ms[: len(values) + 1]
 
 
 def _choose_adaptive(

@@ -81,7 +81,8 @@ class LogitProcessors:
             counts = self._seen_counts[:num_seen]
             logits = row[ids]
             logits = xp.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-            row[ids] = logits - like_row(params.presence_penalty * (counts > 0) + params.frequency_penalty * counts)
+            subtracted = params.presence_penalty * (counts > 0) + params.frequency_penalty * counts
+            row[ids] = logits - like_row(subtracted.astype(np.float32))
         if len(self._bias_ids):
             ids = like_row(self._bias_ids)
             row[ids] = row[ids] + like_row(self._bias)

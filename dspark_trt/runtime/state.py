@@ -47,7 +47,7 @@ class RequestState:
     phase: Phase = Phase.QUEUED
     row: int = NO_ROW
     generation: int = -1
-    has_twin: bool = False  # shares a KV row's lifetime with a request of the same random key
+    has_twin: bool = False  # has been live together with a request of the same random key
     is_cancelled: bool = False
     num_prefilled: int = 0
     step_index: int = 0  # 0: the first token; then one for every verification step
@@ -69,6 +69,12 @@ class RequestState:
     def num_unfilled(self) -> int:
         """Prompt tokens that no step has read yet."""
         return len(self.prompt_ids) - self.num_prefilled
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether a later step may draft for this request; once false, it stays so and its taps are not needed."""
+        num_drawn_without_drafts = 0 if self.num_generated else 1  # the first token comes from the prompt
+        return self.request.max_verify_len != 0 and self.num_remaining - num_drawn_without_drafts >= 2
 
     def draw_words(self, num_slots: int) -> None:
         """Draw the randomness of this step, once: slots 1 .. num_slots, every purpose."""
