@@ -1,0 +1,116 @@
+"""config.pbtxt: the text is what Triton's own protobuf reads back, and the ensemble's wiring holds together."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf import text_format
+from tritonclient.grpc import model_config_pb2
+
+from dspark_trt.packaging.pbtxt import Tensor, set_parameter
+from dspark_trt.packaging.signature import ENSEMBLE, POSTPROCESSING, PREPROCESSING, model_configs
+
+NAMES = ("ensemble", "preprocessing", "dspark", "postprocessing")
+
+
+def parse(text: str) -> model_config_pb2.ModelConfig:
+    return text_format.Parse(text, model_config_pb2.ModelConfig())
+
+
+@pytest.fixture(scope="module")
+def configs() -> dict[str, model_config_pb2.ModelConfig]:
+    written = model_configs("dspark", build_directory="../..", scheduler="early_stop")
+    return {config.name: parse(config.text()) for config in written}
+
+
+def test_every_tensor_survives_the_way_through_tritons_protobuf() -> None:
+    for config in model_configs("dspark", build_directory="../..", scheduler="early_stop"):
+        parsed = parse(config.text())
+        for tensors, read in ((config.inputs, parsed.input), (config.outputs, parsed.output)):
+            assert [
+                Tensor(
+                    tensor.name,
+                    model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_"),
+                    tuple(tensor.dims),
+                    getattr(tensor, "optional", False),
+                )
+                for tensor in read
+            ] == list(tensors)
+
+
+def test_only_the_engine_model_is_decoupled_and_every_model_has_one_instance(
+    configs: dict[str, model_config_pb2.ModelConfig],
+) -> None:
+    assert tuple(configs) == NAMES
+    assert [name for name in NAMES if configs[name].model_transaction_policy.decoupled] == ["dspark"]
+    for name in NAMES[1:]:
+        assert configs[name].backend == "python"
+        assert [group.count for group in configs[name].instance_group] == [1], "two instances answer out of order"
+        assert not configs[name].HasField("dynamic_batching"), "a batcher hides cancellation from postprocessing"
+    assert configs[ENSEMBLE].platform == "ensemble"
+
+
+def test_ensemble_maps_join_tensors_of_equal_type_and_shape(
+    configs: dict[str, model_config_pb2.ModelConfig],
+) -> None:
+    ensemble = configs[ENSEMBLE]
+    known = {tensor.name: (tensor.data_type, tuple(tensor.dims)) for tensor in ensemble.input}
+    consumed = set()
+    for step in ensemble.ensemble_scheduling.step:
+        model = configs[step.model_name]
+        inputs = {tensor.name: tensor for tensor in model.input}
+        outputs = {tensor.name: tensor for tensor in model.output}
+        for inner, outer in step.input_map.items():
+            assert (inputs[inner].data_type, tuple(inputs[inner].dims)) == known[outer], f"{step.model_name}.{inner}"
+            consumed.add(outer)
+        required = {name for name, tensor in inputs.items() if not tensor.optional}
+        assert required <= set(step.input_map)
+        known |= {
+            outer: (outputs[inner].data_type, tuple(outputs[inner].dims)) for inner, outer in step.output_map.items()
+        }
+    for tensor in ensemble.input:
+        assert tensor.name in consumed, f"Triton does not load an ensemble whose input {tensor.name} no step reads"
+    for tensor in ensemble.output:
+        assert known[tensor.name] == (tensor.data_type, tuple(tensor.dims))
+
+
+def test_ensemble_has_the_fields_that_clients_of_tensorrt_llm_send_and_read(
+    configs: dict[str, model_config_pb2.ModelConfig],
+) -> None:
+    ensemble = configs[ENSEMBLE]
+    optional = {tensor.name: tensor.optional for tensor in ensemble.input}
+    assert [name for name, is_optional in optional.items() if not is_optional] == ["text_input", "max_tokens"]
+    end_to_end_client = (
+        "text_input max_tokens stream beam_width temperature num_return_sequences stop_words bad_words end_id pad_id "
+        "repetition_penalty presence_penalty frequency_penalty exclude_input_in_output return_log_probs top_k top_p "
+        "length_penalty seed"
+    )
+    genai_perf = "text_input max_tokens exclude_input_in_output stream min_length"
+    openai_frontend = (
+        "text_input stream max_tokens stop_words top_p frequency_penalty presence_penalty seed temperature "
+        "return_num_input_tokens return_num_output_tokens exclude_input_in_output"
+    )
+    for client in (end_to_end_client, genai_perf, openai_frontend):
+        assert set(client.split()) <= set(optional)
+    read = "text_output cum_log_probs output_log_probs batch_index sequence_index num_input_tokens num_output_tokens"
+    assert set(read.split()) <= {tensor.name for tensor in ensemble.output}
+
+
+def test_engine_model_takes_tensorrt_llms_name() -> None:
+    written = model_configs("tensorrt_llm", build_directory="../..", scheduler="off")
+    configs = {config.name: parse(config.text()) for config in written}
+    assert [step.model_name for step in configs[ENSEMBLE].ensemble_scheduling.step] == [
+        PREPROCESSING,
+        "tensorrt_llm",
+        POSTPROCESSING,
+    ]
+    assert configs[POSTPROCESSING].parameters["engine_model_name"].string_value == "tensorrt_llm"
+    assert configs["tensorrt_llm"].parameters["scheduler"].string_value == "off"
+
+
+def test_set_parameter_changes_that_parameter_and_nothing_else() -> None:
+    engine = model_configs("dspark", build_directory="../..", scheduler="early_stop")[2].text()
+    changed = set_parameter(engine, "scheduler", 'a "quoted" \\ value')
+    assert parse(changed).parameters["scheduler"].string_value == 'a "quoted" \\ value'
+    assert set_parameter(changed, "scheduler", "early_stop") == engine
+    with pytest.raises(ValueError, match="'schedule'"):
+        set_parameter(engine, "schedule", "off")
