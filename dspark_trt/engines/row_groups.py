@@ -1,0 +1,59 @@
+"""Index tensors of one row group: packed segments laid out on a contiguous range of KV rows (see `bindings`).
+
+Shape letters: `T` packed tokens of the group, `B` rows of the range, `S` longest query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64 = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """A range of rows [first_row, first_row + B) and where its tokens stand."""
+
+    first_row: int
+    tokens: Int64  # [B, S] packed index of each padded slot; padding points at packed token 0
+    past_lengths: Int64  # [B], 0 for rows without tokens
+    query_lengths: Int64  # [B], 0 for rows without tokens
+    slots: Int64  # [T] b * S + i of each token
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.past_lengths)
+
+
+def row_group(rows: Int64, past_lengths: Int64, query_lengths: Int64, *, first_token: int = 0) -> RowGroup:
+    """The group of some segments, given in packed order: [R] each, `first_token` the packed index of the first one's first.
+
+    Without segments, one row without tokens: attention operators do not take an empty batch (ONNX Runtime's standard one says
+    so, GroupQueryAttention can divide by zero).
+    """
+    if not len(rows):
+        none = np.zeros(1, np.int64)
+        return RowGroup(0, none[:, None], none, none, none[:0])
+    first_row = int(rows.min())
+    num_rows, longest = int(rows.max()) - first_row + 1, int(query_lengths.max())
+    begin_slots = (rows - first_row) * longest
+    ends = query_lengths.cumsum()
+    packed = np.arange(ends[-1])
+    slots = packed + np.repeat(begin_slots - ends + query_lengths, query_lengths)
+    tokens = np.zeros((num_rows, longest), np.int64)
+    tokens.reshape(-1)[slots] = packed + first_token
+    past, query = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    past[rows - first_row] = past_lengths
+    query[rows - first_row] = query_lengths
+    return RowGroup(first_row, tokens, past, query, slots)
+
+
+def positions(past_lengths: Int64, query_lengths: Int64) -> Int64:
+    """Position of every packed token, [T]."""
+    ends = query_lengths.cumsum()
+    begin_positions = past_lengths - ends + query_lengths
+    result: Int64 = np.arange(ends[-1]) + np.repeat(begin_positions, query_lengths)
+    return result

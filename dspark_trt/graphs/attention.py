@@ -1,0 +1,76 @@
+"""Attention: the one seam between backends (DESIGN section 5). Everything else in a graph is standard and shared.
+
+| call | ONNX Runtime | TensorRT, and ONNX Runtime as a check |
+|---|---|---|
+| target, causal over packed tokens | `gqa` | `standard` |
+| drafter, bidirectional inside the block | `drafter` | `standard` |
+| drafter, context that only enters the cache | `drafter` | `standard` |
+
+An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share. Queries and
+keys come to it rotated.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.dims import DrafterDims, TargetDims
+from dspark_trt.errors import ExportError
+from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
+from dspark_trt.graphs.attention_gqa import GqaAttention
+from dspark_trt.graphs.attention_standard import (
+    StandardBlockAttention,
+    StandardCausalAttention,
+    StandardContext,
+)
+from dspark_trt.graphs.builder import GraphBuilder
+
+
+class AttentionEmitter(Protocol):
+    """Attention of one graph."""
+
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+        """Write keys and values into the layer's cache and attend: [T, N*H], [T, K*H], [T, K*H] -> [T, N*H]."""
+        ...
+
+
+class ContextEmitter(Protocol):
+    """Cache writes of one graph that attends to nothing."""
+
+    def append(self, layer: int, key: str, value: str) -> None:
+        """Write keys and values [T, K*H] into the layer's cache."""
+        ...
+
+
+def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims) -> AttentionEmitter:
+    """For the target: a token at position p sees the positions up to p of its row."""
+    match dims.attention:
+        case "gqa":
+            return GqaAttention(builder, spec)
+        case "standard":
+            return StandardCausalAttention(builder, spec, dims)
+    raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
+
+
+def block_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, positions: str) -> AttentionEmitter:
+    """For the draft block: every slot sees the context before the anchor and all slots (paper section 3.1).
+
+    `positions` [R * G] of every slot.
+    """
+    match dims.attention:
+        case "drafter":
+            return FoldedBlockAttention(builder, spec, gamma=dims.gamma, positions=positions)
+        case "standard":
+            return StandardBlockAttention(builder, spec, dims)
+    raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
+
+
+def context_writer(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> ContextEmitter:
+    """For ingest: the drafter's context enters the cache."""
+    match dims.attention:
+        case "drafter":
+            return ScatterContext(builder, spec)
+        case "standard":
+            return StandardContext(builder, spec, dims)
+    raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")

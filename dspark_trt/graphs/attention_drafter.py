@@ -1,0 +1,130 @@
+"""`drafter`: attention of the drafter on ONNX Runtime. The slots of a block are folded into the head dimension.
+
+A block is bidirectional: each of its G queries sees the same keys, the context before the anchor and all G slots. So the G
+queries of N heads are one query of N*G heads, each KV head serving G times as many, at the block's last position. The block's
+keys and values are written behind the context first, where no valid position stands; the next ingest overwrites them. What
+remains is a decode call of `com.microsoft.GroupQueryAttention`: in place, no mask, no copy of the context, work by live length.
+
+Shape letters: `R` requests, `G` gamma, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head dim, `T` context tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto
+
+from dspark_trt import bindings
+from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+
+_NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_length and query_seqlens
+
+
+class ScatterContext:
+    """Writes K and V of T packed context tokens to any rows of the pool, each token's heads in one go."""
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec) -> None:
+        self._builder = builder
+        self._spec = spec
+        rows = builder.op("Unsqueeze", bindings.ROWS, builder.vector(1, 2))  # [T, 1, 1]
+        positions = builder.op("Unsqueeze", bindings.POSITIONS, builder.vector(1, 2))
+        self._indices = _head_indices(builder, rows, positions, spec.num_kv_heads)  # [T, K, 3]
+
+    def append(self, layer: int, key: str, value: str) -> None:
+        shape = self._builder.vector(0, self._spec.num_kv_heads, self._spec.head_dim)
+        for x, cache in ((key, bindings.key_cache), (value, bindings.value_cache)):
+            name = cache(bindings.CONTEXT, layer)
+            heads = self._builder.op("Reshape", x, shape)
+            self._builder.op("ScatterND", name, self._indices, heads, output=bindings.cache_output(name))
+
+
+class FoldedBlockAttention:
+    """Bidirectional attention of draft blocks."""
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, *, gamma: int, positions: str) -> None:
+        """`positions` [R * G] of every slot."""
+        self._builder = builder
+        self._spec = spec
+        self._gamma = gamma
+        with builder.scope("rows"):
+            self._indices = _head_indices(
+                builder,
+                builder.op("Unsqueeze", bindings.BLOCK_ROWS, builder.vector(1, 2, 3)),
+                builder.op("Reshape", positions, builder.vector(-1, gamma, 1, 1)),
+                spec.num_kv_heads,
+            )  # [R, G, K, 3]
+            self._row_requests = builder.op("Unsqueeze", bindings.ROW_REQUESTS, builder.vector(1))  # [B, 1]
+            last = builder.op(
+                "Add",
+                builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS),
+                builder.scalar(gamma - 1),
+            )
+            # a row without request: the operator leaves it alone, and 0 is the last position it accepts in any case
+            last = builder.op("Mul", last, bindings.ROW_QUERY_LENGTHS)
+            self._last_positions = builder.op("Cast", last, to=TensorProto.INT32)
+            self._query_lengths = builder.op("Cast", bindings.ROW_QUERY_LENGTHS, to=TensorProto.INT32)
+            longest = builder.op("Add", builder.op("ReduceMax", last, builder.vector(0)), builder.scalar(1))
+            self._longest = builder.op("Cast", longest, to=TensorProto.INT32)
+
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+        builder, spec = self._builder, self._spec
+        keys, last_key = self._write(bindings.key_cache(bindings.CONTEXT, layer), key)
+        values, last_value = self._write(bindings.value_cache(bindings.CONTEXT, layer), value)
+        attended, _, _ = builder.multi_op(
+            "GroupQueryAttention",
+            self._fold(query),
+            last_key,
+            last_value,
+            keys,
+            values,
+            self._last_positions,
+            self._longest,
+            *[""] * _NUM_UNUSED_INPUTS,
+            self._query_lengths,
+            outputs=(
+                None,
+                bindings.cache_output(bindings.key_cache(bindings.CONTEXT, layer)),
+                bindings.cache_output(bindings.value_cache(bindings.CONTEXT, layer)),
+            ),
+            domain=CONTRIB_DOMAIN,
+            num_heads=spec.num_heads * self._gamma,
+            kv_num_heads=spec.num_kv_heads,
+        )
+        return self._unfold(attended)
+
+    def _write(self, cache: str, x: str) -> tuple[str, str]:
+        """The cache with the whole block [R * G, K * H] behind the context, and the last slot alone [B, 1, K * H].
+
+        The operator has to be given at least one new position: it gets the last slot, which it writes a second time.
+        """
+        builder, spec = self._builder, self._spec
+        heads = builder.op("Reshape", x, builder.vector(-1, self._gamma, spec.num_kv_heads, spec.head_dim))
+        written = builder.op("ScatterND", cache, self._indices, heads, output=bindings.cache_block_output(cache))
+        slots = builder.op("Reshape", x, builder.vector(-1, self._gamma, spec.num_kv_heads * spec.head_dim))
+        last = builder.op("Gather", slots, builder.scalar(self._gamma - 1), axis=1)  # [R, K * H]
+        return written, builder.op("Gather", last, self._row_requests, axis=0)
+
+    def _fold(self, query: str) -> str:
+        """[R * G, N * H] -> [B, 1, N * G * H]."""
+        builder, spec = self._builder, self._spec
+        slots = builder.op("Reshape", query, builder.vector(-1, self._gamma, spec.num_heads, spec.head_dim))
+        heads = builder.op("Transpose", slots, perm=[0, 2, 1, 3])
+        folded = builder.op("Reshape", heads, builder.vector(0, spec.num_heads * self._gamma * spec.head_dim))
+        return builder.op("Gather", folded, self._row_requests, axis=0)
+
+    def _unfold(self, attended: str) -> str:
+        """[B, 1, N * G * H] -> [R * G, N * H]."""
+        builder, spec = self._builder, self._spec
+        blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)
+        heads = builder.op("Reshape", blocks, builder.vector(0, spec.num_heads, self._gamma, spec.head_dim))
+        slots = builder.op("Transpose", heads, perm=[0, 2, 1, 3])
+        return builder.op("Reshape", slots, builder.vector(-1, spec.num_heads * spec.head_dim))
+
+
+def _head_indices(builder: GraphBuilder, rows: str, positions: str, num_kv_heads: int) -> str:
+    """Indices (row, head, position) into a cache for every head; rows and positions have shape [..., 1, 1]."""
+    heads = np.zeros((num_kv_heads, 3), np.int64)
+    heads[:, 1] = np.arange(num_kv_heads)
+    row_part = builder.op("Mul", rows, builder.vector(1, 0, 0))
+    position_part = builder.op("Mul", positions, builder.vector(0, 0, 1))
+    return builder.op("Add", builder.op("Add", row_part, position_part), builder.constant(heads))

@@ -1,0 +1,74 @@
+"""`gqa`: causal attention of the target by `com.microsoft.GroupQueryAttention`, in place, for ONNX Runtime.
+
+The operator takes right-padded queries (`query_seqlens`), appends the valid keys and values at each row's own length and
+attends over the row's live positions only. Rows without tokens say query length 0: their cache is not touched.
+
+Shape letters: `T` packed tokens, `B` rows and `S` padded query length of a group, `N`/`K` query/KV heads, `H` head dim.
+"""
+
+from __future__ import annotations
+
+from onnx import TensorProto
+
+from dspark_trt import bindings
+from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+
+_NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_length and query_seqlens
+
+
+class GqaAttention:
+    """One attention call per row group and layer."""
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec) -> None:
+        self._builder = builder
+        self._spec = spec
+        self._groups = [_Group(builder, group) for group in bindings.TARGET_GROUPS]
+
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+        builder, spec = self._builder, self._spec
+        outputs = []
+        for group in self._groups:
+            padded = [builder.op("Gather", x, group.tokens, axis=0) for x in (query, key, value)]
+            keys, values = group.caches(layer)
+            attended, _, _ = builder.multi_op(
+                "GroupQueryAttention",
+                *padded,
+                keys,
+                values,
+                group.last_positions,
+                group.longest,
+                *[""] * _NUM_UNUSED_INPUTS,
+                group.query_lengths,
+                outputs=(None, bindings.cache_output(keys), bindings.cache_output(values)),
+                domain=CONTRIB_DOMAIN,
+                num_heads=spec.num_heads,
+                kv_num_heads=spec.num_kv_heads,
+            )
+            outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
+        slots = builder.op("Concat", *outputs, axis=0)
+        return builder.op("Gather", slots, bindings.OUTPUT_SLOTS, axis=0)
+
+
+class _Group:
+    """Inputs of one row group, and the int32 forms that the operator wants."""
+
+    def __init__(self, builder: GraphBuilder, group: str) -> None:
+        self._group = group
+        self.tokens = bindings.group_tokens(group)
+        past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
+        with builder.scope(group):
+            # a row without tokens counts as one of length 1, the shortest that the operator accepts
+            lengths = builder.op("Max", builder.op("Add", past, query), builder.vector(1))
+            self.last_positions = _int32(builder, builder.op("Sub", lengths, builder.vector(1)))
+            self.query_lengths = _int32(builder, query)
+            padded_length = builder.op("Shape", self.tokens, start=1)
+            bounds = builder.op("Concat", lengths, padded_length, axis=0)
+            self.longest = _int32(builder, builder.op("ReduceMax", bounds, builder.vector(0)))
+
+    def caches(self, layer: int) -> tuple[str, str]:
+        return bindings.key_cache(self._group, layer), bindings.value_cache(self._group, layer)
+
+
+def _int32(builder: GraphBuilder, value: str) -> str:
+    return builder.op("Cast", value, to=TensorProto.INT32)

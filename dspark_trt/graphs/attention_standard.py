@@ -1,0 +1,155 @@
+"""`standard`: attention of opset-24 operators only, for TensorRT, and on ONNX Runtime as a check.
+
+TensorScatter writes the padded keys and values into the rows; Attention sees the whole row under a mask that the graph makes
+from the lengths. The mask is explicit because the other ways to say it are not portable: TensorRT's parser drops
+`nonpad_kv_seqlen` silently, aligns `is_causal` to the upper left and refuses past/present. On ONNX Runtime the cost follows the
+capacity of a row, not its live length.
+
+Rows without tokens are written where no valid position can stand, from max_seq_len on.
+
+Shape letters: `T` packed tokens, `R` requests, `G` gamma, `B` rows and `S` padded query length of a group, `N`/`K` query/KV
+heads, `H` head dim, `C` row capacity.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dspark_trt import bindings
+from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.dims import DrafterDims, TargetDims
+from dspark_trt.graphs.builder import GraphBuilder
+
+
+class StandardCausalAttention:
+    """The target: one Attention per row group and layer."""
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims) -> None:
+        self._builder = builder
+        self._spec = spec
+        self._rows = {}
+        self._masks = {}
+        for group in bindings.TARGET_GROUPS:
+            tokens = bindings.group_tokens(group)
+            past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
+            with builder.scope(group):
+                self._rows[group] = _Rows(
+                    builder, spec, group, tokens, _begin(builder, past, query, dims.limits.max_seq_len)
+                )
+                query_slots = builder.op(
+                    "Range",
+                    builder.scalar(0),
+                    _scalar(builder, builder.op("Shape", tokens, start=1)),
+                    builder.scalar(1),
+                )
+                last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
+                self._masks[group] = _mask(builder, last_seen, dims.cache.capacity)
+
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+        builder, spec = self._builder, self._spec
+        outputs = []
+        for group, rows in self._rows.items():
+            attended = rows.attend(layer, query, key, value, self._masks[group])  # [B, S, N * H]
+            outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
+        slots = builder.op("Concat", *outputs, axis=0)
+        return builder.op("Gather", slots, bindings.OUTPUT_SLOTS, axis=0)
+
+
+class StandardBlockAttention:
+    """Draft blocks: no order inside the block, so that one limit per row makes the mask."""
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
+        self._builder = builder
+        self._spec = spec
+        with builder.scope("rows"):
+            slots = builder.constant(np.arange(dims.gamma, dtype=np.int64))
+            row_past = builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS)  # [B]
+            first = builder.op("Mul", bindings.ROW_REQUESTS, builder.scalar(dims.gamma))
+            tokens = builder.op("Add", builder.op("Unsqueeze", first, builder.vector(1)), slots)  # [B, G]
+            begin = _begin(builder, row_past, bindings.ROW_QUERY_LENGTHS, dims.limits.max_seq_len)
+            self._rows = _Rows(builder, spec, bindings.CONTEXT, tokens, begin)
+            row_last = builder.op("Add", row_past, builder.scalar(dims.gamma - 1))
+            last_seen = builder.op(
+                "Expand",
+                builder.op("Unsqueeze", row_last, builder.vector(1)),
+                builder.vector(1, dims.gamma),
+            )  # [B, G]
+            self._mask = _mask(builder, last_seen, dims.cache.capacity)
+
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+        builder, spec = self._builder, self._spec
+        attended = self._rows.attend(layer, query, key, value, self._mask)
+        blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)  # [R, G, N * H]
+        return builder.op("Reshape", blocks, builder.vector(-1, spec.num_heads * spec.head_dim))
+
+
+class StandardContext:
+    """Ingest: context tokens of a row group enter the cache."""
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
+        begin = _begin(
+            builder,
+            bindings.group_past_lengths(bindings.CONTEXT),
+            bindings.group_query_lengths(bindings.CONTEXT),
+            dims.limits.max_seq_len,
+        )
+        self._rows = _Rows(builder, spec, bindings.CONTEXT, bindings.group_tokens(bindings.CONTEXT), begin)
+
+    def append(self, layer: int, key: str, value: str) -> None:
+        self._rows.write(layer, key, value)
+
+
+class _Rows:
+    """Padded rows of one group: writing them and attending over them."""
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, group: str, tokens: str, begin: str) -> None:
+        self._builder = builder
+        self._spec = spec
+        self._group = group
+        self._tokens = tokens  # [B, S]
+        self._begin = begin  # [B]
+
+    def write(self, layer: int, key: str, value: str) -> tuple[str, str]:
+        """[T, K * H] each -> the caches [B, K, C, H] that hold them."""
+        written = []
+        for x, cache in ((key, bindings.key_cache), (value, bindings.value_cache)):
+            name = cache(self._group, layer)
+            padded = self._pad(x, self._spec.num_kv_heads)
+            written.append(
+                self._builder.op("TensorScatter", name, padded, self._begin, axis=2, output=bindings.cache_output(name))
+            )
+        return written[0], written[1]
+
+    def attend(self, layer: int, query: str, key: str, value: str, mask: str) -> str:
+        """[T, ...] -> [B, S, N * H]."""
+        keys, values = self.write(layer, key, value)
+        padded = self._pad(query, self._spec.num_heads)
+        attended = self._builder.op(
+            "Attention", padded, keys, values, mask, scale=self._spec.head_dim**-0.5
+        )  # [B, N, S, H]
+        slots = self._builder.op("Transpose", attended, perm=[0, 2, 1, 3])
+        return self._builder.op(
+            "Reshape", slots, self._builder.vector(0, 0, self._spec.num_heads * self._spec.head_dim)
+        )
+
+    def _pad(self, x: str, num_heads: int) -> str:
+        """[T, heads * H] -> [B, heads, S, H]."""
+        padded = self._builder.op("Gather", x, self._tokens, axis=0)
+        slots = self._builder.op("Reshape", padded, self._builder.vector(0, 0, num_heads, self._spec.head_dim))
+        return self._builder.op("Transpose", slots, perm=[0, 2, 1, 3])
+
+
+def _begin(builder: GraphBuilder, past: str, query_lengths: str, max_seq_len: int) -> str:
+    """Where each row of a group is written, [B]."""
+    is_idle = builder.op("Equal", query_lengths, builder.scalar(0))
+    return builder.op("Where", is_idle, builder.scalar(max_seq_len), past)
+
+
+def _mask(builder: GraphBuilder, last_seen: str, capacity: int) -> str:
+    """True where a query may look: positions up to `last_seen` [B, S] -> [B, 1, S, C]."""
+    positions = builder.constant(np.arange(capacity, dtype=np.int64))
+    return builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
+
+
+def _scalar(builder: GraphBuilder, vector: str) -> str:
+    return builder.op("Squeeze", vector, builder.vector(0))

@@ -1,0 +1,123 @@
+"""What target and drafter share: Linear layers, norms, and the parts of a decoder layer. Llama and Qwen3 dense families.
+
+Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head dim.
+"""
+
+from __future__ import annotations
+
+from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.graphs.attention import AttentionEmitter
+from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+from dspark_trt.graphs.quantize import ACCURACY_LEVEL, BLOCK_SIZE
+from dspark_trt.graphs.rotary import Rotary
+from dspark_trt.graphs.weights import TensorSource
+
+
+class Linears:
+    """Linear layers on packed tokens, from one source of weights and in one precision."""
+
+    def __init__(self, builder: GraphBuilder, source: TensorSource, bits: int | None) -> None:
+        self._builder = builder
+        self._source = source
+        self._bits = bits
+
+    def __call__(self, x: str, weight: str, *, bias: str | None = None, output: str | None = None) -> str:
+        """x [T, in], weight [out, in] -> [T, out]. Weights keep the checkpoint's layout, so that none is copied."""
+        extra = [] if bias is None else [self._builder.initializer(self._source.float32(bias))]
+        if self._bits is None:
+            name = self._builder.initializer(self._source.float32(weight))
+            return self._builder.op("Gemm", x, name, *extra, transB=1, output=output)
+        blocks, scales = self._source.blocks(weight, self._bits)
+        out_features, in_features = self._source.shape(weight)
+        product = self._builder.op(
+            "MatMulNBits",
+            x,
+            self._builder.initializer(blocks),
+            self._builder.initializer(scales),
+            domain=CONTRIB_DOMAIN,
+            K=in_features,
+            N=out_features,
+            bits=self._bits,
+            block_size=BLOCK_SIZE,
+            accuracy_level=ACCURACY_LEVEL,
+            output=None if extra else output,
+        )
+        return self._builder.op("Add", product, *extra, output=output) if extra else product
+
+
+class DecoderParts:
+    """Decoder layers and their parts; attention, the seam of the backends, is given."""
+
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        spec: DecoderSpec,
+        source: TensorSource,
+        *,
+        bits: int | None,
+        positions: str,
+        num_positions: int,
+    ) -> None:
+        """`positions` [T] of the packed tokens, all below `num_positions`."""
+        self._builder = builder
+        self._spec = spec
+        self._source = source
+        self._linear = Linears(builder, source, bits)
+        self._rotary = Rotary(builder, spec, positions, num_positions)
+
+    def layer(self, layer: int, x: str, attention: AttentionEmitter) -> str:
+        """One whole decoder layer: its raw output, [T, D] -> [T, D]."""
+        with self._builder.scope(f"layers.{layer}"):
+            normed = self.norm(x, f"layers.{layer}.input_layernorm")
+            attended = attention.attend(
+                layer, self.query(layer, normed), self.key(layer, normed), self.value(layer, normed)
+            )
+            x = self._builder.op("Add", x, self.attention_output(layer, attended))
+            mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm"))
+            return self._builder.op("Add", x, mlp)
+
+    def norm(self, x: str, module: str) -> str:
+        """RMS norm over the last dimension."""
+        weight = self._builder.initializer(self._source.float32(f"{module}.weight"))
+        return self._builder.op("RMSNormalization", x, weight, axis=-1, epsilon=self._spec.rms_norm_eps)
+
+    def query(self, layer: int, x: str) -> str:
+        """[T, D] -> [T, N * H], normalised per head where the family does so, and rotated."""
+        normed = self._head_norm(layer, "q", self._project(layer, "q", x), self._spec.num_heads)
+        return self._rotary.rotate(normed, self._spec.num_heads)
+
+    def key(self, layer: int, x: str) -> str:
+        """[T, D] -> [T, K * H], normalised per head where the family does so, and rotated."""
+        normed = self._head_norm(layer, "k", self._project(layer, "k", x), self._spec.num_kv_heads)
+        return self._rotary.rotate(normed, self._spec.num_kv_heads)
+
+    def value(self, layer: int, x: str) -> str:
+        """[T, D] -> [T, K * H]."""
+        return self._project(layer, "v", x)
+
+    def attention_output(self, layer: int, attended: str) -> str:
+        """[T, N * H] -> [T, D]."""
+        module = f"layers.{layer}.self_attn.o_proj"
+        return self._linear(attended, f"{module}.weight", bias=f"{module}.bias" if self._spec.has_o_bias else None)
+
+    def mlp(self, layer: int, x: str) -> str:
+        """[T, D] -> [T, D]: down(silu(gate(x)) * up(x)), x already normalised."""
+        gate = self._builder.op("Swish", self._mlp_linear(layer, "gate_proj", x))
+        gated = self._builder.op("Mul", gate, self._mlp_linear(layer, "up_proj", x))
+        return self._mlp_linear(layer, "down_proj", gated)
+
+    def _project(self, layer: int, which: str, x: str) -> str:
+        module = f"layers.{layer}.self_attn.{which}_proj"
+        return self._linear(x, f"{module}.weight", bias=f"{module}.bias" if self._spec.has_qkv_bias else None)
+
+    def _mlp_linear(self, layer: int, which: str, x: str) -> str:
+        module = f"layers.{layer}.mlp.{which}"
+        return self._linear(x, f"{module}.weight", bias=f"{module}.bias" if self._spec.has_mlp_bias else None)
+
+    def _head_norm(self, layer: int, which: str, x: str, num_heads: int) -> str:
+        if not self._spec.has_qk_norm:
+            return x
+        head_dim = self._spec.head_dim
+        heads = self._builder.op("Reshape", x, self._builder.vector(0, num_heads, head_dim))
+        normed = self.norm(heads, f"layers.{layer}.self_attn.{which}_norm")
+        return self._builder.op("Reshape", normed, self._builder.vector(0, num_heads * head_dim))

@@ -1,0 +1,125 @@
+"""The two drafter graphs: `ingest` brings taps into the context caches, `draft` makes one block per request.
+
+Source: paper section 3.1, eq. 2-7. Shape letters: `R` requests, `G` gamma, `T` context tokens, `V` vocabulary, `D` hidden,
+`M` tap layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from dspark_trt import bindings
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint
+from dspark_trt.dims import Attention, DrafterDims, drafter_dims, to_metadata
+from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.graphs.attention import block_attention, context_writer
+from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.decoder import DecoderParts, Linears
+from dspark_trt.graphs.files import GraphFiles, check_limits
+from dspark_trt.graphs.heads import emit_markov_head
+from dspark_trt.graphs.quantize import LinearBits, linear_bits
+from dspark_trt.graphs.target import head_weight
+from dspark_trt.graphs.weights import PlacedWeights, TensorSource, WeightFolder
+from dspark_trt.recipe import Precision
+
+
+def write_drafter_graphs(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    folder: Path,
+    *,
+    limits: EngineLimits,
+    precision: Precision,
+    attention: Attention = "drafter",
+) -> GraphFiles:
+    """Write drafter_ingest.onnx and drafter_draft.onnx with their weights into `folder`, where target.onnx already is.
+
+    An embedding or head that the drafter does not own is the target's, in the target's file.
+    Raises ExportError when a limit does not fit the drafter, or target.onnx is of another precision.
+    """
+    spec = drafter.spec
+    check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
+    dims = drafter_dims(spec, limits=limits, attention=attention)
+    metadata = to_metadata(dims)
+    bits = linear_bits(precision)
+    shared = PlacedWeights(folder / bindings.TARGET_GRAPH, "target.", target.weights)
+    with WeightFolder(folder, "drafter", drafter.weights) as weights:
+        ingest = GraphBuilder("drafter_ingest")
+        _emit_ingest(ingest, spec, dims, weights, bits)
+        ingest.save(folder / bindings.INGEST_GRAPH, metadata)
+        draft = GraphBuilder("drafter_draft")
+        h = _emit_backbone(draft, spec, dims, weights, shared, bits)
+        head = Linears(draft, weights if spec.has_own_head else shared, bits.head)
+        base_logits = head(h, HEAD if spec.has_own_head else head_weight(target.spec))  # [R * G, V]
+        emit_markov_head(
+            draft,
+            spec,
+            weights,
+            base_logits=draft.op("Reshape", base_logits, draft.vector(-1, dims.gamma, dims.vocab_size)),
+            hidden=draft.op("Reshape", h, draft.vector(-1, dims.gamma, dims.hidden_size)),
+        )
+        draft.save(folder / bindings.DRAFT_GRAPH, metadata)
+        return GraphFiles((folder / bindings.INGEST_GRAPH, folder / bindings.DRAFT_GRAPH), weights.files)
+
+
+def _emit_ingest(
+    builder: GraphBuilder, spec: DrafterSpec, dims: DrafterDims, weights: TensorSource, bits: LinearBits
+) -> None:
+    """K and V of every layer straight from the context feature; it passes through no input_layernorm."""
+    for binding in bindings.ingest_inputs(dims):
+        builder.input(binding)
+    for binding in bindings.ingest_outputs(dims):
+        builder.output(binding)
+    parts = DecoderParts(
+        builder,
+        spec.decoder,
+        weights,
+        bits=bits.drafter_layers,
+        positions=bindings.POSITIONS,
+        num_positions=dims.limits.max_seq_len,
+    )
+    writer = context_writer(builder, spec.decoder, dims)
+    fc = Linears(builder, weights, None)
+    context = parts.norm(fc(bindings.TAPS, "fc.weight"), "hidden_norm")  # [T, D]
+    for layer in range(spec.decoder.num_layers):
+        with builder.scope(f"layers.{layer}"):
+            writer.append(layer, parts.key(layer, context), parts.value(layer, context))
+
+
+def _emit_backbone(
+    builder: GraphBuilder,
+    spec: DrafterSpec,
+    dims: DrafterDims,
+    weights: TensorSource,
+    shared: TensorSource,
+    bits: LinearBits,
+) -> str:
+    """h of every slot after the final norm, [R * G, D]."""
+    for binding in bindings.draft_inputs(dims):
+        builder.input(binding)
+    for binding in bindings.draft_outputs(dims):
+        builder.output(binding)
+    past = builder.op("Unsqueeze", bindings.PAST_LENGTHS, builder.vector(1))  # [R, 1]
+    slots = builder.constant(np.arange(dims.gamma, dtype=np.int64))
+    positions = builder.op("Reshape", builder.op("Add", past, slots), builder.vector(-1))  # [R * G]
+    parts = DecoderParts(
+        builder,
+        spec.decoder,
+        weights,
+        bits=bits.drafter_layers,
+        positions=positions,
+        num_positions=dims.limits.max_seq_len + dims.gamma,
+    )
+    attention = block_attention(builder, spec.decoder, dims, positions)
+    embedding = builder.initializer((weights if spec.has_own_embedding else shared).float32(EMBEDDING))
+    anchors = builder.op("Unsqueeze", bindings.ANCHOR_IDS, builder.vector(1))  # [R, 1]
+    # anchor, mask x (G - 1): the anchor takes the place of the first mask
+    is_anchor = builder.constant(np.arange(dims.gamma) == 0)
+    block = builder.op("Where", is_anchor, anchors, builder.scalar(spec.mask_token_id))  # [R, G]
+    x = builder.op("Gather", embedding, builder.op("Reshape", block, builder.vector(-1)), axis=0)
+    for layer in range(spec.decoder.num_layers):
+        x = parts.layer(layer, x, attention)
+    return parts.norm(x, "norm")

@@ -1,0 +1,97 @@
+"""The target graph: one forward pass over packed tokens, logits of the rows asked for, taps of all tokens.
+
+Shape letters: `T` packed tokens, `L` logit rows, `V` vocabulary, `D` hidden, `M` tap layers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dspark_trt import bindings
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
+from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
+from dspark_trt.dims import Attention, TargetDims, target_dims, to_metadata
+from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.errors import ExportError
+from dspark_trt.graphs.attention import causal_attention
+from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.decoder import DecoderParts, Linears
+from dspark_trt.graphs.files import GraphFiles, check_limits
+from dspark_trt.graphs.quantize import LinearBits, linear_bits
+from dspark_trt.graphs.weights import TensorSource, WeightFolder
+from dspark_trt.recipe import Precision
+
+EMBEDDING_OUTPUT = -1  # the tap "layer" that stands for the embedding output
+
+
+def write_target_graph(
+    checkpoint: TargetCheckpoint,
+    folder: Path,
+    *,
+    taps: tuple[int, ...],
+    limits: EngineLimits,
+    gamma: int,
+    precision: Precision,
+    attention: Attention,
+) -> GraphFiles:
+    """Write target.onnx and its weights into `folder`.
+
+    Args:
+        taps: raw outputs of these decoder layers become the output `taps`, in this order; -1 is the embedding output.
+            Without any there is no such output.
+
+    Raises ExportError when a tap or a limit does not fit the target.
+    """
+    spec = checkpoint.spec
+    check_limits(limits, spec.decoder, gamma=gamma, what="target")
+    for layer in taps:
+        if not EMBEDDING_OUTPUT <= layer < spec.decoder.num_layers:
+            raise ExportError(
+                f"tap layer {layer} is not in the target: expected -1 (embedding output) to "
+                f"{spec.decoder.num_layers - 1}; use the drafter that was made for this target"
+            )
+    dims = target_dims(spec, num_taps=len(taps), limits=limits, attention=attention)
+    builder = GraphBuilder("target")
+    with WeightFolder(folder, "target", checkpoint.weights) as weights:
+        _emit(builder, spec, dims, taps, weights, linear_bits(precision))
+        builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
+        return GraphFiles((folder / bindings.TARGET_GRAPH,), weights.files)
+
+
+def head_weight(spec: TargetSpec) -> str:
+    """Canonical name of the output head's weight."""
+    return EMBEDDING if spec.is_head_tied else HEAD
+
+
+def _emit(
+    builder: GraphBuilder,
+    spec: TargetSpec,
+    dims: TargetDims,
+    taps: tuple[int, ...],
+    weights: TensorSource,
+    bits: LinearBits,
+) -> None:
+    for binding in bindings.target_inputs(dims):
+        builder.input(binding)
+    for binding in bindings.target_outputs(dims):
+        builder.output(binding)
+    parts = DecoderParts(
+        builder,
+        spec.decoder,
+        weights,
+        bits=bits.target_layers,
+        positions=bindings.POSITIONS,
+        num_positions=dims.limits.max_seq_len,
+    )
+    attention = causal_attention(builder, spec.decoder, dims)
+    embedding = builder.initializer(weights.float32(EMBEDDING))
+    x = builder.op("Gather", embedding, bindings.TOKEN_IDS, axis=0)
+    raw_outputs = {EMBEDDING_OUTPUT: x}
+    for layer in range(spec.decoder.num_layers):
+        x = parts.layer(layer, x, attention)
+        raw_outputs[layer] = x
+    if taps:
+        builder.op("Concat", *(raw_outputs[layer] for layer in taps), axis=1, output=bindings.TAPS)
+    wanted = builder.op("Gather", x, bindings.LOGIT_ROWS, axis=0)  # [L, D]
+    head = Linears(builder, weights, bits.head)
+    head(parts.norm(wanted, "norm"), head_weight(spec), output=bindings.LOGITS)

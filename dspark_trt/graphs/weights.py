@@ -1,0 +1,176 @@
+"""Weights of a graph folder: by hard link to the checkpoint's own file where that is possible, else written once.
+
+ONNX keeps a large weight outside the graph as (file name, offset, length), relative to the graph's folder. A float32 matrix
+of a safetensors (or GGUF) file is already in the wanted form, Linear layout [out, in] included, so the folder gets a hard
+link to that file and no copy. A link survives renaming the folder and works for the symlinks of a hub cache, which ONNX
+Runtime would refuse. Where no link can be made (another file system) and for other element types, the matrix is written
+into a file of our own, chunk by chunk, so that memory never holds the weights twice. Vectors stay in the graph file.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, numpy_helper
+
+from dspark_trt.checkpoints.spec import WeightStore
+from dspark_trt.errors import ExportError
+from dspark_trt.graphs.quantize import block_names, quantize_blocks
+
+_ALIGNMENT_BYTES = 4096  # of a tensor in our own file: a page, so that it can be memory-mapped
+_CHUNK_ELEMENTS = 1 << 24
+_ELEMENT_TYPES = {"float32": TensorProto.FLOAT, "uint8": TensorProto.UINT8}
+
+
+class TensorSource(Protocol):
+    """Where a graph takes its weights from."""
+
+    def float32(self, name: str) -> TensorProto:
+        """The tensor of that canonical name as float32."""
+        ...
+
+    def blocks(self, name: str, bits: int) -> tuple[TensorProto, TensorProto]:
+        """The matrix of that canonical name in quantised blocks, and their scales."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of that tensor in the checkpoint."""
+        ...
+
+
+class WeightFolder:
+    """The weight files of one checkpoint in one graph folder. Close it (or leave `with`) before the graphs are opened."""
+
+    def __init__(self, folder: Path, prefix: str, store: WeightStore) -> None:
+        self._folder = folder
+        self._prefix = prefix
+        self._store = store
+        self._placed: dict[str, TensorProto] = {}
+        self._links: dict[Path, str | None] = {}  # resolved source file -> name in the folder; None: no link possible
+        self._stream: BinaryIO | None = None
+
+    def __enter__(self) -> WeightFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._stream is not None:
+            self._stream.close()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the folder that the weights stand in."""
+        links = tuple(self._folder / name for name in self._links.values() if name is not None)
+        return (*links, self.own_file) if self._stream is not None else links
+
+    @property
+    def own_file(self) -> Path:
+        """The file that holds what could not be linked; it exists only if there was something."""
+        return self._folder / f"{self._prefix}.weights"
+
+    def float32(self, name: str) -> TensorProto:
+        if name not in self._placed:
+            info = self._store.info(name)
+            if len(info.shape) < 2:
+                array = self._store.array(name).astype(np.float32)
+                self._placed[name] = numpy_helper.from_array(array, name)
+            else:
+                linked = self._linked(name)
+                self._placed[name] = linked or self.write(name, self._store.array(name), np.dtype(np.float32))
+        return self._placed[name]
+
+    def blocks(self, name: str, bits: int) -> tuple[TensorProto, TensorProto]:
+        blocks_name, scales_name = block_names(name, bits)
+        if blocks_name not in self._placed:
+            blocks, scales = quantize_blocks(self._store.array(name), bits)
+            self._placed[blocks_name] = self.write(blocks_name, blocks, blocks.dtype)
+            self._placed[scales_name] = self.write(scales_name, scales, scales.dtype)
+        return self._placed[blocks_name], self._placed[scales_name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._store.info(name).shape
+
+    def write(self, name: str, array: NDArray[np.generic], dtype: np.dtype[np.generic]) -> TensorProto:
+        """Append an array to our own file, converted to `dtype` chunk by chunk."""
+        if self._stream is None:
+            self._stream = self.own_file.open("wb")
+        self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT_BYTES))
+        offset = self._stream.tell()
+        for chunk in _chunks(array):
+            self._stream.write(np.ascontiguousarray(chunk, dtype).data)
+        return _external(name, dtype, array.shape, self.own_file.name, offset)
+
+    def _linked(self, name: str) -> TensorProto | None:
+        info = self._store.info(name)
+        dtype = np.dtype(np.float32)
+        if info.file is None or info.offset is None or info.dtype != "float32" or info.offset % dtype.itemsize:
+            return None
+        location = self._link(info.file.resolve())
+        return None if location is None else _external(name, dtype, info.shape, location, info.offset)
+
+    def _link(self, source: Path) -> str | None:
+        if source not in self._links:
+            location = f"{self._prefix}-{len(self._links)}{source.suffix}"
+            try:
+                os.link(source, self._folder / location)
+            except OSError:  # another file system, a file of another owner, or no links at all
+                self._links[source] = None
+            else:
+                self._links[source] = location
+        return self._links[source]
+
+
+class PlacedWeights:
+    """Weights of a checkpoint that a graph in the same folder already refers to: shared, under names with a prefix."""
+
+    def __init__(self, graph: Path, prefix: str, store: WeightStore) -> None:
+        self._graph = graph
+        self._prefix = prefix
+        self._store = store
+        model = onnx.load(graph, load_external_data=False)
+        self._tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+
+    def float32(self, name: str) -> TensorProto:
+        return self._shared(name)
+
+    def blocks(self, name: str, bits: int) -> tuple[TensorProto, TensorProto]:
+        blocks_name, scales_name = block_names(name, bits)
+        return self._shared(blocks_name), self._shared(scales_name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._store.info(name).shape
+
+    def _shared(self, name: str) -> TensorProto:
+        if name not in self._tensors:
+            raise ExportError(
+                f"{self._graph}: expected a weight {name} to share with the drafter, found {len(self._tensors)} others; "
+                "write the target graph with the same precision first"
+            )
+        tensor = TensorProto()
+        tensor.CopyFrom(self._tensors[name])
+        tensor.name = f"{self._prefix}{name}"
+        return tensor
+
+
+def _external(
+    name: str, dtype: np.dtype[np.generic], shape: tuple[int, ...], location: str, offset: int
+) -> TensorProto:
+    tensor = TensorProto(
+        name=name, data_type=_ELEMENT_TYPES[dtype.name], dims=shape, data_location=TensorProto.EXTERNAL
+    )
+    length = math.prod(shape) * dtype.itemsize
+    for key, value in (("location", location), ("offset", offset), ("length", length)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
+
+
+def _chunks(array: NDArray[np.generic]) -> Iterator[NDArray[np.generic]]:
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _CHUNK_ELEMENTS):
+        yield flat[start : start + _CHUNK_ELEMENTS]
