@@ -74,14 +74,14 @@ def parse_scheduler(text: str) -> SchedulerConfig:
 
     Raises RecipeError.
     """
-    mode, _, value = text.partition(":")
-    if value and mode not in ("fixed", "threshold"):
+    mode, colon, value = text.partition(":")
+    if colon and mode not in ("fixed", "threshold"):
         raise RecipeError(f"scheduler: {mode} takes no number, found {text!r}")
     try:
         return SchedulerConfig(
             mode=mode,  # type: ignore[arg-type]  # checked by SchedulerConfig
-            verify_len=int(value) if value and mode == "fixed" else None,
-            threshold=float(value) if value and mode == "threshold" else None,
+            verify_len=int(value) if colon and mode == "fixed" else None,
+            threshold=float(value) if colon and mode == "threshold" else None,
         )
     except ValueError:
         raise RecipeError(f"scheduler: expected a number behind {mode}:, found {text!r}") from None

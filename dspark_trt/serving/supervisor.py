@@ -32,6 +32,7 @@ from dspark_trt.serving.server_tree import find_server
 
 _EXIT_TIMEOUT_S = 5  # given to running requests by the server itself
 _KILL_TIMEOUT_S = 10  # after which a server that does not stop is killed
+_ORPHAN_TIMEOUT_S = 2  # for killed processes to be gone
 _FIRST_ANSWER_TIMEOUT_S = 60
 _POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
@@ -148,6 +149,10 @@ class TritonServer:
             time.sleep(_POLL_S)
         os.killpg(process.pid, signal.SIGKILL)  # the backend processes are in the server's group
         process.wait()
+        with contextlib.suppress(ProcessLookupError):  # raised once nobody is left in it
+            for _ in range(int(_ORPHAN_TIMEOUT_S / _POLL_S)):
+                os.killpg(process.pid, 0)
+                time.sleep(_POLL_S)
         for leftover in _SHARED_MEMORY.glob(f"{self._shared_memory_prefix}*"):
             leftover.unlink(missing_ok=True)
 
