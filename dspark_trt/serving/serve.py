@@ -9,7 +9,8 @@ from pathlib import Path
 
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.serving.engine_model import parse_scheduler
-from dspark_trt.serving.supervisor import ServeOptions, TritonServer
+from dspark_trt.serving.options import ServeOptions
+from dspark_trt.serving.supervisor import TritonServer
 
 __all__ = ["ServeOptions", "TritonServer", "serve"]
 

@@ -14,13 +14,11 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,6 +26,7 @@ from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.packaging.model_repo import model_repository_of, overlay_model_repo
+from dspark_trt.serving.options import ServeOptions, with_ports
 from dspark_trt.serving.server_tree import find_server
 
 _EXIT_TIMEOUT_S = 5  # given to running requests by the server itself
@@ -37,20 +36,6 @@ _FIRST_ANSWER_TIMEOUT_S = 60
 _POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
 _ROUTINE = re.compile(r"I\d{4} |\+-|\| |$")  # informational messages, tables, empty lines
-
-
-@dataclass(frozen=True, slots=True)
-class ServeOptions:
-    """How one build is served. A port of 0 takes any free one."""
-
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    address: str = "127.0.0.1"  # that all three bind to
-    scheduler: str | None = None  # as in `parse_scheduler`; None: what the build's repository says
-    cache: Path | None = None  # where the server tree lives; None: default_cache_folder()
-    log_file: Path | None = None  # None: the server writes to this process's standard error
-    startup_timeout_s: float = 300.0
 
 
 class TritonServer:
@@ -64,7 +49,7 @@ class TritonServer:
         """Raises ManifestError when `build_dir` has no model repository."""
         self._build_dir = build_dir
         self._repository = model_repository_of(build_dir)
-        self._options = _with_ports(options)
+        self._options = with_ports(options)
         self._process: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
         self._shared_memory_prefix = f"dspark_{os.getpid()}_{secrets.token_hex(4)}_"
@@ -238,23 +223,3 @@ def generate(http_url: str, request: dict[str, Any], *, timeout_s: float) -> dic
     with urllib.request.urlopen(call, timeout=timeout_s) as answer:
         decoded: dict[str, Any] = json.load(answer)
     return decoded
-
-
-def _with_ports(options: ServeOptions) -> ServeOptions:
-    """Replace each port of 0 by a free one; all are held until all are chosen, so that they differ."""
-    with contextlib.ExitStack() as stack:
-
-        def choose(port: int) -> int:
-            if port != 0:
-                return port
-            listener = stack.enter_context(socket.socket())
-            listener.bind((options.address, 0))
-            chosen: int = listener.getsockname()[1]
-            return chosen
-
-        return replace(
-            options,
-            http_port=choose(options.http_port),
-            grpc_port=choose(options.grpc_port),
-            metrics_port=choose(options.metrics_port),
-        )

@@ -17,9 +17,10 @@ import pytest
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, ManifestError, RecipeError
 from dspark_trt.packaging.model_repo import write_model_repo
 from dspark_trt.serving import server_tree
+from dspark_trt.serving.options import ServeOptions
 from dspark_trt.serving.serve import serve
 from dspark_trt.serving.server_tree import ServerTree
-from dspark_trt.serving.supervisor import ServeOptions, TritonServer
+from dspark_trt.serving.supervisor import TritonServer
 
 # Answers like tritonserver; leaves a backend process that ignores SIGINT, and shared memory, behind.
 STAND_IN = """\
