@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.serving.tool_cache import assemble, default_cache_folder, download_wheel, missing_libraries, prepend
 
 WHEEL_VERSION = "0.7.0"  # carries Triton 2.51.0
 NUMPY_VERSION = "1.26.4"  # the last release of numpy 1
@@ -48,14 +47,9 @@ class ServerTree:
         environment = dict(os.environ)
         environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a model repository may be read-only
         # The backend's stub embeds the `python3` that comes first on PATH, and with it that environment's packages.
-        _prepend(environment, "PATH", _interpreter_folder())
-        _prepend(environment, "LD_LIBRARY_PATH", _own_libpython_folder())
+        prepend(environment, "PATH", _interpreter_folder())
+        prepend(environment, "LD_LIBRARY_PATH", _own_libpython_folder())
         return environment
-
-
-def default_cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/dspark-trt`, or `~/.cache/dspark-trt`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dspark-trt"
 
 
 def find_server(cache: Path | None = None) -> ServerTree:
@@ -68,57 +62,30 @@ def find_server(cache: Path | None = None) -> ServerTree:
         return ServerTree(executable=Path(installed))
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     root = (cache or default_cache_folder()) / f"tritonserver-{WHEEL_VERSION}-py{python}"
-    if not root.exists():
-        _assemble(root, python)
+    assemble(root, lambda scratch, contents: _fill(scratch, contents, python))
     tree = ServerTree(root / _SERVER / "bin/tritonserver", root / _SERVER / "backends", root / "python")
     _check_libraries(tree, python)
     return tree
 
 
-def _assemble(root: Path, python: str) -> None:
-    """Download the wheels, unpack what a server needs beside `root`, and rename it into place."""
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root.parent, prefix=".tritonserver-") as scratch:
-        wheel = download_wheel("nvidia-pytriton", WHEEL_VERSION, Path(scratch))
-        unpacked = Path(scratch) / "tree"
-        stub = f"{_SERVER}/python_backend_stubs/{python}/triton_python_backend_stub"
-        kept = (f"{_SERVER}/bin/", f"{_SERVER}/backends/", f"{_SERVER}/caches/", f"{_LIBRARIES}/", stub)
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.startswith(kept)]
-            if stub not in names:
-                raise EnvironmentMissingError(
-                    f"nvidia-pytriton {WHEEL_VERSION} has no Python backend stub for Python {python}: expected {stub} "
-                    "in the wheel; run dspark-trt under Python 3.11, or put a tritonserver of this Python on PATH"
-                )
-            archive.extractall(unpacked, names)
-        with zipfile.ZipFile(download_wheel("numpy", NUMPY_VERSION, Path(scratch))) as archive:
-            archive.extractall(unpacked / "python")
-        backend = unpacked / _SERVER / "backends/python"
-        shutil.move(unpacked / stub, backend / "triton_python_backend_stub")
-        for binary in (backend / "triton_python_backend_stub", unpacked / _SERVER / "bin/tritonserver"):
-            binary.chmod(0o755)
-        try:
-            unpacked.rename(root)
-        except OSError:
-            if not root.exists():  # another process was first: its tree is as good as ours
-                raise
-
-
-def download_wheel(package: str, version: str, folder: Path) -> Path:
-    """Fetch one wheel by name, without its dependencies, with the pip of this interpreter.
-
-    Raises EnvironmentMissingError with pip's last line.
-    """
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    done = subprocess.run([*command, "--dest", folder, f"{package}=={version}"], capture_output=True, text=True)
-    wheels = list(folder.glob(f"{package.replace('-', '_')}-{version}-*.whl"))
-    if done.returncode != 0 or len(wheels) != 1:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        raise EnvironmentMissingError(
-            f"cannot download {package}=={version} for this machine: {lines[-1] if lines else 'pip fetched no wheel'}; "
-            f"check `{sys.executable} -m pip download --no-deps {package}=={version}`"
-        )
-    return wheels[0]
+def _fill(scratch: Path, contents: Path, python: str) -> None:
+    """Unpack what a server needs of the two wheels."""
+    stub = f"{_SERVER}/python_backend_stubs/{python}/triton_python_backend_stub"
+    kept = (f"{_SERVER}/bin/", f"{_SERVER}/backends/", f"{_SERVER}/caches/", f"{_LIBRARIES}/", stub)
+    with zipfile.ZipFile(download_wheel("nvidia-pytriton", WHEEL_VERSION, scratch)) as archive:
+        names = [name for name in archive.namelist() if name.startswith(kept)]
+        if stub not in names:
+            raise EnvironmentMissingError(
+                f"nvidia-pytriton {WHEEL_VERSION} has no Python backend stub for Python {python}: expected {stub} in "
+                "the wheel; run dspark-trt under Python 3.11, or put a tritonserver of this Python on PATH"
+            )
+        archive.extractall(contents, names)
+    with zipfile.ZipFile(download_wheel("numpy", NUMPY_VERSION, scratch)) as archive:
+        archive.extractall(contents / "python")
+    backend = contents / _SERVER / "backends/python"
+    shutil.move(contents / stub, backend / "triton_python_backend_stub")
+    for binary in (backend / "triton_python_backend_stub", contents / _SERVER / "bin/tritonserver"):
+        binary.chmod(0o755)
 
 
 def _check_libraries(tree: ServerTree, python: str) -> None:
@@ -126,8 +93,7 @@ def _check_libraries(tree: ServerTree, python: str) -> None:
     assert tree.backend_directory is not None
     stub = tree.backend_directory / "python/triton_python_backend_stub"
     for binary in (tree.executable, stub):
-        listing = subprocess.run(["ldd", binary], capture_output=True, text=True, env=tree.environment()).stdout
-        missing = [line.split()[0] for line in listing.splitlines() if "not found" in line]
+        missing = missing_libraries(binary, tree.environment())
         if missing:
             libpython = f"libpython{python}.so.1.0"
             remedy = (
@@ -145,14 +111,8 @@ def _interpreter_folder() -> Path:
 
 
 def _own_libpython_folder() -> Path | None:
-    """Where the running interpreter's shared library is; None when it is linked statically: the system's serves then."""
+    """Where the running interpreter's shared library is; None when it is linked statically (the system's serves then)."""
     name, folder = sysconfig.get_config_var("INSTSONAME"), sysconfig.get_config_var("LIBDIR")
     if not name or not folder or ".so" not in name or not (Path(folder) / name).exists():
         return None
     return Path(folder)
-
-
-def _prepend(environment: dict[str, str], variable: str, folder: Path | None) -> None:
-    if folder is not None:
-        rest = environment.get(variable)
-        environment[variable] = f"{folder}{os.pathsep}{rest}" if rest else str(folder)

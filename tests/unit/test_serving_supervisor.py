@@ -16,7 +16,7 @@ import pytest
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, ManifestError, RecipeError
 from dspark_trt.packaging.model_repo import write_model_repo
-from dspark_trt.serving import server_tree
+from dspark_trt.serving import server_tree, tool_cache
 from dspark_trt.serving.options import ServeOptions
 from dspark_trt.serving.serve import serve
 from dspark_trt.serving.server_tree import ServerTree
@@ -192,7 +192,7 @@ def test_serve_refuses_what_cannot_be_served(tmp_path: Path, build_dir: Path) ->
 def test_missing_libpython_names_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listing = "\tlibm.so.6 => /lib/libm.so.6 (0x0)\n\tlibpython3.11.so.1.0 => not found\n"
     monkeypatch.setattr(
-        server_tree.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listing, "")
+        tool_cache.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listing, "")
     )
     tree = ServerTree(tmp_path / "a" / "b" / "c" / "d", tmp_path, None)
     with pytest.raises(EnvironmentMissingError, match=r"libpython3\.11\.so\.1\.0.*apt-get install libpython3\.11"):
@@ -203,4 +203,4 @@ def test_wheel_that_cannot_be_had_says_what_pip_said(tmp_path: Path) -> None:
     with pytest.raises(
         EnvironmentMissingError, match=r"cannot download nvidia-pytriton==0.0.0.*No matching distribution"
     ):
-        server_tree.download_wheel("nvidia-pytriton", "0.0.0", tmp_path)
+        tool_cache.download_wheel("nvidia-pytriton", "0.0.0", tmp_path)
