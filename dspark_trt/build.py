@@ -24,6 +24,7 @@ from dspark_trt.manifest import (
     BuildSummary,
     StageManifest,
     check_outputs,
+    code_hash,
     now,
     read_manifest,
     record_inputs,
@@ -103,7 +104,7 @@ def _complete(
     known = _known_manifest(folder)
     inputs = record_inputs(stage.inputs(context), known.inputs if known and not verify else {})
     predecessors = {name: keys[name] for name in stage.predecessors}
-    settings = stage.settings(context)
+    settings = stage.settings(context) | {"code": {name: code_hash(name) for name in stage.packages}}
     key = stage_key(stage.name, settings, predecessors, inputs)
     if known is not None and known.key == key and _is_intact(folder, known, verify):
         logger.info("%s: kept", stage.name)

@@ -9,8 +9,8 @@ from typing import Any
 
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
-from dspark_trt.engines.onnxruntime_engines import open_engines
 from dspark_trt.engines.protocol import DraftEngine, TargetEngine
+from dspark_trt.engines.registry import open_engines
 from dspark_trt.manifest import check_chain, check_outputs, read_manifest, read_summary
 from dspark_trt.recipe import BuildRecipe
 from dspark_trt.runtime.loop import DecodingLoop
@@ -69,7 +69,7 @@ def load_deployment(folder: Path) -> Deployment:
     for name, manifest in stages.items():
         check_outputs(folder / name, manifest)
     checkpoints = folder / "checkpoints"
-    target, drafter = open_engines(folder / "graphs", json.loads((folder / "engines" / "engine.json").read_text()))
+    target, drafter = open_engines(folder)
     return Deployment(
         recipe=BuildRecipe.model_validate(summary.recipe),
         target_spec=target_spec_from_json(json.loads((checkpoints / "target.json").read_text())),

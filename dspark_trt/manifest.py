@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -80,6 +81,15 @@ class BuildSummary(BaseModel):
 def hash_key(*parts: Any) -> str:
     """sha256 of the canonical JSON of `parts`."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def code_hash(package: str) -> str:
+    """sha256 of the Python sources of a package, so that what an older version wrote is not taken for today's."""
+    spec = find_spec(package)
+    assert spec is not None, package
+    assert spec.submodule_search_locations, f"{package} is a package of ours, not a module"
+    sources = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
+    return hash_key([(source.name, hashlib.sha256(source.read_bytes()).hexdigest()) for source in sources])
 
 
 def stage_key(

@@ -18,8 +18,8 @@ from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
-from dspark_trt.deployment import EngineSettings, open_engines
 from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.engines.registry import ENGINE_FILE, EngineSettings, open_engines
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.target import write_target_graph
 from dspark_trt.packaging.model_repo import write_model_repo
@@ -57,6 +57,7 @@ class Stage:
 
     name: str
     predecessors: tuple[str, ...]
+    packages: tuple[str, ...]  # whose code decides what is written: another version of it makes the stage again
     settings: Callable[[Context], dict[str, Any]]
     make: Callable[[Context, Path, StageProgress], None]
     inputs: Callable[[Context], list[Path]] = lambda context: []
@@ -104,12 +105,12 @@ def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> Non
 
 
 def _engine_settings(context: Context) -> dict[str, Any]:
-    recipe = context.recipe
-    return asdict(EngineSettings(backend="onnxruntime", num_threads=recipe.num_threads))
+    return EngineSettings(backend="onnxruntime", num_threads=context.recipe.num_threads).model_dump()
 
 
 def _make_engines(context: Context, folder: Path, progress: StageProgress) -> None:
-    _write_json(folder / "engine.json", _engine_settings(context))
+    """ONNX Runtime compiles when a session opens: what is kept is how to open it."""
+    _write_json(folder / ENGINE_FILE, _engine_settings(context))
 
 
 def _make_steptable(context: Context, folder: Path, progress: StageProgress) -> None:
@@ -142,6 +143,7 @@ STAGES = (
     Stage(
         name="checkpoints",
         predecessors=(),
+        packages=("dspark_trt.checkpoints",),
         settings=lambda context: {"chat_template_kwargs": context.recipe.chat_template_kwargs},
         make=_make_checkpoints,
         inputs=_checkpoint_inputs,
@@ -149,20 +151,35 @@ STAGES = (
     Stage(
         name="graphs",
         predecessors=("checkpoints",),
+        packages=("dspark_trt.graphs", "dspark_trt_plugins.markov_head"),
         settings=lambda context: {"precision": context.recipe.precision, "limits": asdict(context.limits)},
         make=_make_graphs,
     ),
-    Stage(name="engines", predecessors=("graphs",), settings=_engine_settings, make=_make_engines),
+    Stage(
+        name="engines",
+        predecessors=("graphs",),
+        packages=("dspark_trt.engines",),
+        settings=_engine_settings,
+        make=_make_engines,
+    ),
     Stage(
         name="steptable",
         predecessors=("engines",),
+        packages=("dspark_trt.steptable",),
         settings=lambda context: {"host": host.fingerprint()},
         make=_make_steptable,
     ),
-    Stage(name="calibration", predecessors=("engines",), settings=lambda context: {}, make=_make_calibration),
+    Stage(
+        name="calibration",
+        predecessors=("engines",),
+        packages=(),
+        settings=lambda context: {"kind": "neutral"},
+        make=_make_calibration,
+    ),
     Stage(
         name="triton_model_repo",
         predecessors=("engines",),
+        packages=("dspark_trt.packaging", "dspark_trt_model_repo"),
         settings=lambda context: {"engine_model_name": context.recipe.engine_model_name},
         make=_make_model_repo,
     ),

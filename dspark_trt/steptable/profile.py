@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,12 @@ from dspark_trt.steptable.table import StepTable
 Progress = Callable[[float], None]  # called with the fraction done, 0..1
 
 CONTEXT_DEPTH_TOKENS = 256
-NUM_REPEATS = 5
-NUM_REPEATS_OF_LONG_STEPS = 3
-LONG_STEP_MS = 250.0
+NUM_SWEEPS = 5
+NUM_SWEEPS_OF_LONG_STEPS = 3
+LONG_STEP_MS = 150.0
+DRAFT = 0  # stands for "one draft block" where batch_tokens would stand
+
+Key = tuple[int, int]  # num_requests, batch_tokens
 
 
 def request_grid(max_slots: int) -> tuple[int, ...]:
@@ -32,57 +35,62 @@ def request_grid(max_slots: int) -> tuple[int, ...]:
 
 
 def token_grid(gamma: int, max_batch_tokens: int) -> tuple[int, ...]:
-    """Dense over one draft block, then by steps of about a half."""
+    """Every count within one draft block, then doubling, and the limit itself."""
     grid = set(range(1, min(gamma + 1, max_batch_tokens) + 1))
-    value = gamma + 1
+    value = 2 * (gamma + 1)
     while value < max_batch_tokens:
         grid.add(value)
-        value = max(value + 1, value * 3 // 2)
+        value *= 2
     return tuple(sorted({*grid, max_batch_tokens}))
+
+
+def is_measured(num_requests: int, batch_tokens: int, gamma: int) -> bool:
+    """Verification steps for every request count; steps with a prefill chunk beside a single request only.
+
+    What a chunk adds hardly depends on the requests beside it, and `StepTable` prices it by what it adds there.
+    """
+    return num_requests <= batch_tokens and (num_requests == 1 or batch_tokens <= num_requests * (gamma + 1))
 
 
 def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: int, max_slots: int) -> TargetBatch:
     """The step to time: every request holds `depth` positions; token ids are arbitrary, the cost does not depend on them."""
-    in_decode = min(batch_tokens, num_requests * (gamma + 1))
-    prefill = batch_tokens - in_decode
-    if prefill and num_requests == max_slots:  # the prefill chunk needs a row
-        num_requests -= 1
-    lengths = np.full(num_requests, in_decode // max(num_requests, 1), dtype=np.int64)
+    has_prefill = batch_tokens > num_requests * (gamma + 1)
+    num_decode = num_requests - 1 if has_prefill and num_requests == max_slots else num_requests  # a chunk needs a row
+    in_decode = min(batch_tokens, num_decode * (gamma + 1))
+    lengths = np.full(num_decode, in_decode // max(num_decode, 1), dtype=np.int64)
     lengths[: in_decode - int(lengths.sum())] += 1
-    lengths = np.minimum(lengths, gamma + 1)
-    num_decode = num_requests
-    if batch_tokens > lengths.sum():
-        lengths = np.append(lengths, batch_tokens - lengths.sum())
-    num_segments = len(lengths)
-    past = np.full(num_segments, depth, dtype=np.int64)
-    past[num_decode:] = 0
-    # verification asks for every logit, a prefill chunk for its last
-    wanted = np.arange(lengths[:num_decode].sum())
-    if num_segments > num_decode:
+    past = np.full(num_decode, depth, dtype=np.int64)
+    wanted = np.arange(in_decode)  # verification asks for every logit, a prefill chunk for its last
+    if batch_tokens > in_decode:
+        lengths = np.append(lengths, batch_tokens - in_decode)
+        past = np.append(past, 0)
         wanted = np.append(wanted, batch_tokens - 1)
     return TargetBatch(
         token_ids=np.arange(batch_tokens, dtype=np.int64) % 97,
-        rows=np.arange(num_segments, dtype=np.int64),
+        rows=np.arange(len(lengths), dtype=np.int64),
         past_lengths=past,
         query_lengths=lengths,
         num_decode=num_decode,
-        logit_rows=wanted.astype(np.int64),
+        logit_rows=wanted,
     )
 
 
-def median_ms(call: Callable[[], Any]) -> float:
-    """Median of a few calls after one that is not counted."""
-    call()
-    times = [_timed_ms(call)]
-    repeats = NUM_REPEATS if times[0] < LONG_STEP_MS else NUM_REPEATS_OF_LONG_STEPS
-    times += [_timed_ms(call) for _ in range(repeats - 1)]
-    return statistics.median(times)
+def sweep(calls: Mapping[Key, Callable[[], object]], progress: Progress) -> dict[Key, float]:
+    """Median milliseconds of every call, after one that is not counted.
 
-
-def _timed_ms(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return (time.perf_counter() - start) * 1e3
+    All calls are timed once in each sweep, not one after the other: a burst of other work on the machine then falls on
+    many points once instead of on one point always.
+    """
+    times: dict[Key, list[float]] = {key: [] for key in calls}
+    for index in range(NUM_SWEEPS + 1):
+        for position, (key, call) in enumerate(calls.items()):
+            if index <= NUM_SWEEPS_OF_LONG_STEPS or times[key][0] < LONG_STEP_MS:
+                start = time.perf_counter()
+                call()
+                if index:
+                    times[key].append((time.perf_counter() - start) * 1e3)
+            progress((index + position / len(calls)) / (NUM_SWEEPS + 1))
+    return {key: statistics.median(measured) for key, measured in times.items()}
 
 
 def profile(
@@ -93,42 +101,28 @@ def profile(
     provenance: dict[str, Any],
     progress: Progress = lambda fraction: None,
 ) -> StepTable:
-    """Measure every point of the grid that exists. `tap_width` is M * D, the width of the taps the drafter ingests."""
+    """Measure the grid. `tap_width` is M * D, the width of the taps the drafter ingests."""
     limits, gamma = target.limits, drafter.gamma
     depth = min(CONTEXT_DEPTH_TOKENS, limits.max_seq_len - gamma - 1)
     requests = request_grid(limits.max_slots)
     tokens = token_grid(gamma, limits.max_batch_tokens)
-    points = [
-        (r, b)
-        for r in requests
-        for b in tokens
-        if b >= r and _exists(r, b, gamma, limits.max_slots, limits.max_seq_len)
-    ]
-    measured: dict[tuple[int, int], float] = {}
-    total = sum(b for _, b in points) or 1
-    done = 0
-    for num_requests, batch_tokens in points:
-        batch = verification_batch(num_requests, batch_tokens, gamma, depth, limits.max_slots)
-        measured[num_requests, batch_tokens] = median_ms(partial(target.forward, batch))
-        done += batch_tokens
-        progress(0.95 * done / total)
-    draft_ms = tuple(_draft_ms(drafter, count, depth, tap_width) for count in requests)
+    points = [(r, b) for r in requests for b in tokens if is_measured(r, b, gamma) and b <= limits.max_seq_len]
+    calls: dict[Key, Callable[[], object]] = {
+        (r, b): partial(target.forward, verification_batch(r, b, gamma, depth, limits.max_slots)) for r, b in points
+    }
+    calls |= {(r, DRAFT): draft_call(drafter, r, depth, tap_width) for r in requests}
+    measured = sweep(calls, progress)
     progress(1.0)
     return StepTable(
         num_requests=requests,
         batch_tokens=tokens,
         step_ms=tuple(tuple(measured.get((r, b)) for b in tokens) for r in requests),
-        draft_ms=draft_ms,
-        provenance={**provenance, "context_depth_tokens": depth, "repeats": NUM_REPEATS},
+        draft_ms=tuple(measured[r, DRAFT] for r in requests),
+        provenance={**provenance, "context_depth_tokens": depth, "num_sweeps": NUM_SWEEPS},
     )
 
 
-def _exists(num_requests: int, batch_tokens: int, gamma: int, max_slots: int, max_seq_len: int) -> bool:
-    prefill = batch_tokens - num_requests * (gamma + 1)
-    return prefill <= 0 or (max_slots > 1 and prefill + gamma + 1 <= max_seq_len)
-
-
-def _draft_ms(drafter: DraftEngine, num_requests: int, depth: int, tap_width: int) -> float:
+def draft_call(drafter: DraftEngine, num_requests: int, depth: int, tap_width: int) -> Callable[[], object]:
     """One draft block for `num_requests` requests, and the ingest of two committed positions each that goes before it."""
     rows = np.arange(num_requests, dtype=np.int64)
     ingest = IngestBatch(
@@ -149,4 +143,4 @@ def _draft_ms(drafter: DraftEngine, num_requests: int, depth: int, tap_width: in
         drafter.ingest(ingest)
         drafter.draft(block)
 
-    return median_ms(draft)
+    return draft

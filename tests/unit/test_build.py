@@ -25,7 +25,7 @@ LIMITS = {"max_slots": 2, "max_seq_len": 64, "max_batch_tokens": 32}
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> BuildRecipe:
     folder = tmp_path_factory.mktemp("pair")
-    target = write_target(folder / "target", vocab_size=320, tokenizer=True)
+    target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(folder / "drafter", target)
     return BuildRecipe(target=str(target), drafter=str(drafter), **LIMITS)
 

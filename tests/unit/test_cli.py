@@ -84,7 +84,7 @@ def test_wrong_options_are_exit_code_2_without_a_traceback(
 def test_missing_engine_package_is_exit_code_3_with_the_install_line(tmp_path: Path) -> None:
     from tests.factories import write_drafter, write_target
 
-    target = write_target(tmp_path / "target", vocab_size=320, tokenizer=True)
+    target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(tmp_path / "drafter", target)
     arguments = ["build", "--target", str(target), "--drafter", str(drafter), "--output", str(tmp_path / "out")]
     result = run(*arguments, "--max-slots", "2", "--max-seq-len", "64", "--max-batch-tokens", "32", before=BLOCK)

@@ -9,7 +9,7 @@ import pytest
 
 from dspark_trt.errors import ManifestError
 from dspark_trt.steptable.profile import request_grid, token_grid, verification_batch
-from dspark_trt.steptable.table import StepTable
+from dspark_trt.steptable.table import StepTable, isotonic
 
 TABLE = StepTable(
     num_requests=(1, 4),
@@ -21,12 +21,17 @@ TABLE = StepTable(
 
 
 def test_measured_points_are_returned_and_points_between_are_interpolated() -> None:
-    assert TABLE.curve(1, 1, 2).tolist() == [10.0, 12.0]
+    assert TABLE.curve(4, 4, 4).tolist() == [16.0]
     assert TABLE.curve(4, 6, 6).tolist() == [20.0]
 
 
 def test_small_inversion_never_makes_more_tokens_cheaper() -> None:
     assert np.all(np.diff(TABLE.curve(1, 1, 8)) >= 0)
+
+
+def test_isotonic_pools_what_falls_and_keeps_what_rises() -> None:
+    assert isotonic([1.0, 5.0, 3.0, 4.0, 9.0]) == [1.0, 4.0, 4.0, 4.0, 9.0]
+    assert isotonic([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
 
 
 def test_request_count_between_two_measured_ones_takes_the_higher() -> None:
@@ -39,8 +44,8 @@ def test_tokens_beyond_the_table_are_extrapolated_upwards() -> None:
 
 
 def test_curve_of_a_request_count_measured_less_far_still_rises() -> None:
-    table = StepTable((1,), (1, 2, 4, 8), ((10.0, 12.0, 16.0, None),), (3.0,), {})
-    assert table.curve(1, 8, 8)[0] > 16.0
+    table = StepTable((1, 2), (1, 2, 4, 8), ((10.0, 12.0, 16.0, 24.0), (None, 13.0, 18.0, None)), (3.0, 4.0), {})
+    assert table.curve(2, 6, 8).tolist() == [22.0, 24.0, 26.0]
 
 
 def test_table_survives_saving(tmp_path: Path) -> None:
