@@ -12,10 +12,11 @@ keys come to it rotated.
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 from dspark_trt.checkpoints.spec import DecoderSpec
-from dspark_trt.dims import DrafterDims, TargetDims
+from dspark_trt.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
@@ -25,6 +26,10 @@ from dspark_trt.graphs.attention_standard import (
     StandardContext,
 )
 from dspark_trt.graphs.builder import GraphBuilder
+
+logger = logging.getLogger(__name__)
+
+_GQA_HEAD_DIM_MULTIPLE = 8
 
 
 class AttentionEmitter(Protocol):
@@ -41,6 +46,20 @@ class ContextEmitter(Protocol):
     def append(self, layer: int, key: str, value: str) -> None:
         """Write keys and values [T, K*H] into the layer's cache."""
         ...
+
+
+def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
+    """The wanted form, or `standard` where GroupQueryAttention does not take the head size; a warning says so."""
+    if wanted == "standard" or spec.head_dim % _GQA_HEAD_DIM_MULTIPLE == 0:
+        return wanted
+    logger.warning(
+        "the %s has head_dim %d, ONNX Runtime's GroupQueryAttention takes multiples of %d only: attention falls back to "
+        "standard operators, whose cost follows max_seq_len",
+        what,
+        spec.head_dim,
+        _GQA_HEAD_DIM_MULTIPLE,
+    )
+    return "standard"
 
 
 def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims) -> AttentionEmitter:

@@ -102,8 +102,10 @@ class DecoderParts:
 
     def mlp(self, layer: int, x: str) -> str:
         """[T, D] -> [T, D]: down(silu(gate(x)) * up(x)), x already normalised."""
-        gate = self._builder.op("Swish", self._mlp_linear(layer, "gate_proj", x))
-        gated = self._builder.op("Mul", gate, self._mlp_linear(layer, "up_proj", x))
+        gate = self._mlp_linear(layer, "gate_proj", x)
+        # not the operator Swish: ONNX Runtime expands it into four nodes, this pair becomes one
+        activated = self._builder.op("Mul", gate, self._builder.op("Sigmoid", gate))
+        gated = self._builder.op("Mul", activated, self._mlp_linear(layer, "up_proj", x))
         return self._mlp_linear(layer, "down_proj", gated)
 
     def _project(self, layer: int, which: str, x: str) -> str:

@@ -15,7 +15,7 @@ from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint
 from dspark_trt.dims import Attention, DrafterDims, drafter_dims, to_metadata
 from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.graphs.attention import block_attention, context_writer
+from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
 from dspark_trt.graphs.files import GraphFiles, check_limits
@@ -42,7 +42,8 @@ def write_drafter_graphs(
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
-    dims = drafter_dims(spec, limits=limits, attention=attention)
+    form = usable_form(attention, spec.decoder, "drafter")
+    dims = drafter_dims(spec, limits=limits, attention=form)
     metadata = to_metadata(dims)
     bits = linear_bits(precision)
     shared = PlacedWeights(folder / bindings.TARGET_GRAPH, "target.", target.weights)

@@ -18,13 +18,13 @@ class Rotary:
         self._builder = builder
         cos, sin = rope_tables(spec.rope, head_dim=spec.head_dim, num_positions=num_positions)
         self._cos, self._sin = builder.constant(cos), builder.constant(sin)
-        self._positions = builder.op("Unsqueeze", positions, builder.vector(0))  # [1, T]
+        self._positions = builder.op("Unsqueeze", positions, builder.vector(1))  # [T, 1]
 
     def rotate(self, x: str, num_heads: int) -> str:
-        """[T, num_heads * H]."""
-        first = self._builder.vector(0)
-        batched = self._builder.op("Unsqueeze", x, first)
+        """[T, num_heads * H], as T sequences of one token: a sequence may not be longer than the tables."""
+        axis = self._builder.vector(1)
+        sequences = self._builder.op("Unsqueeze", x, axis)
         rotated = self._builder.op(
-            "RotaryEmbedding", batched, self._cos, self._sin, self._positions, num_heads=num_heads
+            "RotaryEmbedding", sequences, self._cos, self._sin, self._positions, num_heads=num_heads
         )
-        return self._builder.op("Squeeze", rotated, first)
+        return self._builder.op("Squeeze", rotated, axis)

@@ -13,7 +13,7 @@ from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
 from dspark_trt.dims import Attention, TargetDims, target_dims, to_metadata
 from dspark_trt.engines.protocol import EngineLimits
 from dspark_trt.errors import ExportError
-from dspark_trt.graphs.attention import causal_attention
+from dspark_trt.graphs.attention import causal_attention, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
 from dspark_trt.graphs.files import GraphFiles, check_limits
@@ -50,7 +50,8 @@ def write_target_graph(
                 f"tap layer {layer} is not in the target: expected -1 (embedding output) to "
                 f"{spec.decoder.num_layers - 1}; use the drafter that was made for this target"
             )
-    dims = target_dims(spec, num_taps=len(taps), limits=limits, attention=attention)
+    form = usable_form(attention, spec.decoder, "target")
+    dims = target_dims(spec, num_taps=len(taps), limits=limits, attention=form)
     builder = GraphBuilder("target")
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
         _emit(builder, spec, dims, taps, weights, linear_bits(precision))

@@ -1,0 +1,131 @@
+"""All forms of attention give the same numbers, at any capacity, and are made of the operators that they promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+from dspark_trt import bindings
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.dims import drafter_dims, target_dims
+from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.errors import ExportError
+from dspark_trt.graphs.target import write_target_graph
+from tests.engine.conversations import Conversations, open_pair, open_target, read_pair
+from tests.engine.test_onnxruntime_drafter import Contexts, assert_same_drafts
+from tests.factories import write_drafter, write_target
+
+LIMITS = EngineLimits(max_slots=4, max_seq_len=448, max_batch_tokens=64)
+LONG_LIMITS = EngineLimits(max_slots=4, max_seq_len=8128, max_batch_tokens=64)
+TAPS = (0, 2)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    target = write_target(folder / "target", family="qwen3", max_positions=16384)
+    return read_pair(target, write_drafter(folder / "drafter", target, taps=TAPS))
+
+
+def test_gqa_and_standard_agree(checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint], tmp_path: Path) -> None:
+    target = checkpoints[0]
+    gqa = open_target(target, tmp_path / "gqa", taps=TAPS, limits=LIMITS)
+    standard = open_target(target, tmp_path / "standard", taps=TAPS, limits=LIMITS, attention="standard")
+    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    for _ in range(5):
+        step = rows.random_step(max_query=12)
+        output, expected = gqa.forward(step.batch), standard.forward(step.batch)
+        np.testing.assert_allclose(output.logits, expected.logits, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(output.taps, expected.taps, atol=1e-4, rtol=0)
+        rows.commit(step, rows.random_acceptance(step))
+
+
+def test_drafter_and_standard_agree(checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint], tmp_path: Path) -> None:
+    _, drafter = open_pair(*checkpoints, tmp_path / "drafter", limits=LIMITS)
+    _, standard = open_pair(*checkpoints, tmp_path / "standard", limits=LIMITS, is_standard=True)
+    contexts = Contexts(drafter, standard, tap_width=len(TAPS) * 32)
+    for rows, lengths in (([2, 0], [9, 3]), ([3, 2], [1, 4]), ([0, 2, 3, 1], [2, 2, 5, 8])):
+        contexts.ingest(rows, lengths)
+        assert_same_drafts(*contexts.draft(rows))
+
+
+def test_capacity_changes_no_number(checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint], tmp_path: Path) -> None:
+    """Rows of 512 and of 8192 positions: what is not live is not looked at."""
+    short_target, short_drafter = open_pair(*checkpoints, tmp_path / "short", limits=LIMITS)
+    long_target, long_drafter = open_pair(*checkpoints, tmp_path / "long", limits=LONG_LIMITS)
+    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    contexts = Contexts(short_drafter, long_drafter, tap_width=len(TAPS) * 32)
+    for _ in range(4):
+        step = rows.random_step(max_query=12)
+        np.testing.assert_array_equal(short_target.forward(step.batch).logits, long_target.forward(step.batch).logits)
+        rows.commit(step, rows.random_acceptance(step))
+        contexts.ingest(step.batch.rows.tolist(), step.batch.query_lengths.tolist())
+        short, long = contexts.draft(step.batch.rows.tolist())
+        np.testing.assert_array_equal(short.draft_logits, long.draft_logits)
+
+
+@pytest.mark.parametrize(
+    ("is_standard", "seam"),
+    [(False, {("com.microsoft", "GroupQueryAttention")}), (True, {("", "Attention"), ("", "TensorScatter")})],
+)
+def test_only_attention_differs_and_everything_else_is_standard(
+    checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint],
+    tmp_path: Path,
+    is_standard: bool,
+    seam: set[tuple[str, str]],
+) -> None:
+    target, drafter = checkpoints
+    open_pair(target, drafter, tmp_path, limits=LIMITS, is_standard=is_standard)
+    attention = "standard" if is_standard else "gqa"
+    of_target = target_dims(target.spec, num_taps=len(TAPS), limits=LIMITS, attention=attention)
+    of_drafter = drafter_dims(drafter.spec, limits=LIMITS, attention="standard" if is_standard else "drafter")
+    tables = {
+        bindings.TARGET_GRAPH: (bindings.target_inputs(of_target), bindings.target_outputs(of_target)),
+        bindings.INGEST_GRAPH: (bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)),
+        bindings.DRAFT_GRAPH: (bindings.draft_inputs(of_drafter), bindings.draft_outputs(of_drafter)),
+    }
+    found = set()
+    for name, (inputs, outputs) in tables.items():
+        model = onnx.load(tmp_path / name, load_external_data=False)
+        weights = {tensor.name for tensor in model.graph.initializer}
+        assert {value.name for value in model.graph.input} - weights == {binding.name for binding in inputs}
+        assert {value.name for value in model.graph.output} == {binding.name for binding in outputs}
+        onnx.checker.check_graph(_without_external_data(model).graph, _context(model))
+        found |= {(node.domain, node.op_type) for node in model.graph.node}
+        for node in model.graph.node:
+            if node.op_type == "Attention":  # what TensorRT's parser would drop or read differently
+                assert len(node.input) == 4
+                assert {attribute.name for attribute in node.attribute} == {"scale"}
+    assert seam <= found
+    assert {op for op in found if op[0]} - seam == {("dspark", "MarkovHead")}
+
+
+def test_a_target_has_no_drafter_attention(
+    checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint], tmp_path: Path
+) -> None:
+    with pytest.raises(ExportError, match="expected 'gqa' or 'standard'"):
+        write_target_graph(
+            checkpoints[0], tmp_path, taps=(), limits=LIMITS, gamma=5, precision="fp32", attention="drafter"
+        )
+
+
+def _context(model: onnx.ModelProto) -> onnx.checker.C.CheckerContext:
+    context = onnx.checker.C.CheckerContext()
+    context.ir_version = model.ir_version
+    context.opset_imports = {opset.domain: opset.version for opset in model.opset_import}
+    return context
+
+
+def _without_external_data(model: onnx.ModelProto) -> onnx.ModelProto:
+    """External weights become inputs: the checker would look for files, and refuses hard links."""
+    for tensor in list(model.graph.initializer):
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            if tensor.name not in {value.name for value in model.graph.input}:
+                model.graph.input.append(
+                    onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+                )
+            model.graph.initializer.remove(tensor)
+    return model
