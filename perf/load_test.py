@@ -1,0 +1,143 @@
+"""Load tests with perf_analyzer: throughput, latency and draft statistics, drafting on and off side by side.
+
+    python perf/load_test.py build/smollm2                        # starts a server for each scheduler, compares them
+    python perf/load_test.py --address 127.0.0.1:8001             # measures a server that is already running
+
+Loads are bounded: a fixed number of requests over the prompts in perf/data, behind a warm-up of `concurrency` requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from perf_analyzer import PerfAnalyzer, find_perf_analyzer
+from report import LoadResult, print_table, read_export
+from rich.console import Console
+
+from dspark_trt.errors import DSparkError
+from dspark_trt.serving.serve import ServeOptions, TritonServer
+
+DATA = Path(__file__).parent / "data"
+PROMPTS = tuple(sorted(DATA.glob("*.json")))
+ON_AND_OFF = ("early_stop", "off")
+TIMEOUT_S = 600
+
+
+class LoadTestError(DSparkError):
+    """perf_analyzer failed, or a request of the load did."""
+
+
+def compare(
+    build_dir: Path,
+    *,
+    schedulers: Sequence[str] = ON_AND_OFF,
+    concurrencies: Sequence[int] = (1, 8),
+    num_requests: int | None = None,
+    tool: PerfAnalyzer | None = None,
+) -> list[LoadResult]:
+    """Serve the build once for each scheduler and load it at each concurrency."""
+    tool = tool or find_perf_analyzer()
+    results = []
+    for scheduler in schedulers:
+        with tempfile.TemporaryDirectory(prefix="dspark-trt-load-") as folder:
+            options = ServeOptions(0, 0, 0, scheduler=scheduler, log_file=Path(folder) / "server.log")
+            with TritonServer(build_dir, options) as server:
+                for concurrency in concurrencies:
+                    results.append(
+                        measure(server.grpc_address, concurrency, scheduler, num_requests=num_requests, tool=tool)
+                    )
+    return results
+
+
+def measure(
+    grpc_address: str,
+    concurrency: int,
+    scheduler: str,
+    *,
+    num_requests: int | None = None,
+    prompts: Iterable[Path] = PROMPTS,
+    tool: PerfAnalyzer,
+) -> LoadResult:
+    """Load a running server. `num_requests` measured requests (default: 12, at least 3 rounds of `concurrency`).
+
+    `scheduler` is what the result is called. Raises LoadTestError.
+    """
+    num_measured = num_requests or max(12, 3 * concurrency)
+    with tempfile.TemporaryDirectory(prefix="dspark-trt-load-") as folder:
+        inputs, export = Path(folder) / "inputs.json", Path(folder) / "export.json"
+        inputs.write_text(json.dumps({"data": _alternating(prompts)}))
+        options = {
+            "-m": "ensemble",
+            "-u": grpc_address,
+            "-i": "grpc",
+            "--input-data": inputs,
+            "--concurrency-range": f"{concurrency}:{concurrency}",
+            "--request-count": num_measured + concurrency,
+            "--profile-export-file": export,
+        }
+        command = [tool.executable, "--streaming", "--async", *(str(part) for pair in options.items() for part in pair)]
+        try:
+            done = subprocess.run(command, env=tool.environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            raise LoadTestError(
+                f"perf_analyzer did not finish {num_measured + concurrency} requests within {TIMEOUT_S} s; "
+                "lower --requests, or look at the server's log"
+            ) from None
+        if done.returncode != 0 or not export.exists():
+            raise LoadTestError(f"perf_analyzer failed against {grpc_address}:\n{(done.stdout + done.stderr)[-2000:]}")
+        try:
+            return read_export(export, scheduler=scheduler, num_warmup=concurrency)
+        except ValueError as error:
+            raise LoadTestError(str(error)) from None
+
+
+def _alternating(prompts: Iterable[Path]) -> list[dict[str, list[object]]]:
+    """One prompt of each file after the other, so that every stretch of a load has all kinds."""
+    kinds = [json.loads(path.read_text())["data"] for path in prompts]
+    return [prompt for round_ in zip(*kinds, strict=True) for prompt in round_]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(description="Load a build, or a running server, with perf_analyzer.")
+    parser.add_argument("build", type=Path, nargs="?", help="build directory; a server is started for each scheduler")
+    parser.add_argument("--address", help="gRPC address of a running server, instead of a build")
+    parser.add_argument("--scheduler", action="append", help="may be given several times  [default: early_stop, off]")
+    parser.add_argument("--concurrency", type=int, action="append", help="may be given several times  [default: 1, 8]")
+    parser.add_argument("--requests", type=int, help="measured requests of each load")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    options = parser.parse_args(arguments)
+    if (options.build is None) == (options.address is None):
+        parser.error("give a build directory or --address")
+    concurrencies = options.concurrency or (1, 8)
+    tool = find_perf_analyzer()
+    print(f"perf_analyzer: {tool.origin}", file=sys.stderr)
+    if options.address:
+        results = [
+            measure(options.address, concurrency, "as served", num_requests=options.requests, tool=tool)
+            for concurrency in concurrencies
+        ]
+    else:
+        results = compare(
+            options.build,
+            schedulers=options.scheduler or ON_AND_OFF,
+            concurrencies=concurrencies,
+            num_requests=options.requests,
+            tool=tool,
+        )
+    print_table(results, Console(width=120))
+    if options.json:
+        options.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except DSparkError as error:
+        sys.exit(f"error: {error}")
