@@ -1,7 +1,7 @@
 """Typed access to the tensors of one request.
 
-Every tensor carries a batch dimension of 1 in front of the shape that the configuration gives. Messages use the names of
-the ensemble's fields.
+Every tensor carries a batch dimension of 1 in front of the shape that the configuration gives. Messages use the names
+of the ensemble's fields.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def refuse_unknown(parameters: Iterable[str], known: Iterable[str]) -> None:
 
 
 def pack_sequences(sequences: Iterable[tuple[int, ...]]) -> NDArray[np.int32]:
-    """Token sequences as TensorRT-LLM packs them, [1, 2, n] int32: row 0 all ids, row 1 the ends of sequences, then -1."""
+    """Token sequences as TensorRT-LLM packs them, [1, 2, n]: row 0 all ids, row 1 the end of each sequence, then -1."""
     ids: list[int] = []
     ends: list[int] = []
     for sequence in sequences:

@@ -111,7 +111,7 @@ def _interpreter_folder() -> Path:
 
 
 def _own_libpython_folder() -> Path | None:
-    """Where the running interpreter's shared library is; None when it is linked statically (the system's serves then)."""
+    """Where the running interpreter's shared library is; None when it is linked statically."""
     name, folder = sysconfig.get_config_var("INSTSONAME"), sysconfig.get_config_var("LIBDIR")
     if not name or not folder or ".so" not in name or not (Path(folder) / name).exists():
         return None

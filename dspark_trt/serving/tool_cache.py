@@ -18,7 +18,7 @@ def default_cache_folder() -> Path:
 
 
 def assemble(folder: Path, fill: Callable[[Path, Path], None]) -> None:
-    """Make `folder`, unless it is there, with what `fill(scratch, contents)` puts into `contents`; all appears at once."""
+    """Make `folder`, unless it is there, of what `fill(scratch, contents)` puts into `contents`, all at once."""
     if folder.exists():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
