@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from fetch_demo_target import fetch
 
+from dspark_trt.build import build
+from dspark_trt.deployment import Deployment, load_deployment
+from dspark_trt.recipe import BuildRecipe
+
 REPOSITORY = Path(__file__).parent.parent
 
 
@@ -19,3 +23,16 @@ def demo_target_path() -> Path:
 @pytest.fixture(scope="session")
 def demo_drafter_path() -> Path:
     return REPOSITORY / "examples" / "smollm2-135m-dspark"
+
+
+@pytest.fixture(scope="session")
+def demo_build(demo_target_path: Path, demo_drafter_path: Path) -> Path:
+    """The demonstration build at build/smollm2: made once, kept while nothing it depends on changes."""
+    output = REPOSITORY / "build" / "smollm2"
+    build(BuildRecipe(target=str(demo_target_path), drafter=str(demo_drafter_path)), output)
+    return output
+
+
+@pytest.fixture(scope="session")
+def demo(demo_build: Path) -> Deployment:
+    return load_deployment(demo_build)
