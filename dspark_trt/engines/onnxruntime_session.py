@@ -10,6 +10,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from dspark_trt import host
+from dspark_trt.engines.onnxruntime_memory import huge_pages
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 
 _MAX_CACHED_BINDINGS = 64
@@ -46,7 +47,8 @@ class GraphSession:
         # target and drafter run in turn: one must not spin on the other's cores
         options.add_session_config_entry("session.force_spinning_stop", "1")
         try:
-            self._session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+            with huge_pages():
+                self._session = ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # onnxruntime raises classes of its own, without a common base
             raise EngineBuildError(
                 f"{graph}: ONNX Runtime {ort.__version__} cannot open the graph: {error}; run `dspark-trt build` again"
