@@ -10,6 +10,7 @@ import pytest
 
 from dspark_trt.engines.protocol import EngineLimits, TargetBatch
 from dspark_trt.errors import CapacityError
+from dspark_trt.recipe import Precision
 from tests.engine.conversations import Conversations, TransformersTarget, expected_outputs, open_target
 from tests.factories import write_target
 
@@ -122,6 +123,19 @@ def test_only_the_logit_rows_asked_for_come_back_and_tap_rows_are_all_tokens(eng
     assert some.logits.shape == (3, 97)
     np.testing.assert_allclose(some.logits, logits[wanted], atol=1e-6, rtol=0)
     np.testing.assert_array_equal(some.taps, taps)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_prompt_chunk_with_more_to_come_asks_for_no_logits(
+    target_folder: Path, tmp_path: Path, precision: Precision
+) -> None:
+    engine = open_target(target_folder, tmp_path, taps=(1,), limits=LIMITS, precision=precision)
+    step = Conversations(num_rows=2, vocab_size=97).step([0], [5], num_decode=0)
+    none = TargetBatch(**{**_fields(step.batch), "logit_rows": np.empty(0, np.int64)})
+    taps = engine.forward(step.batch).taps.copy()
+    output = engine.forward(none)
+    assert output.logits.shape == (0, 97)
+    np.testing.assert_array_equal(output.taps, taps)
 
 
 def test_without_tap_layers_taps_are_empty(target_folder: Path, tmp_path: Path) -> None:
