@@ -200,10 +200,13 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a build with Triton Inference Server until interrupted."""
-    from dspark_trt.serving.serve import ServeOptions
+    from dspark_trt.serving.serve import ServeOptions, TritonServer
     from dspark_trt.serving.serve import serve as run_server
 
-    run_server(folder, ServeOptions(http_port, grpc_port, metrics_port, address, scheduler))
+    def on_ready(server: TritonServer) -> None:
+        print(f"ready: {server.http_url} (HTTP), {server.grpc_address} (gRPC), {server.metrics_url}", flush=True)
+
+    run_server(folder, ServeOptions(http_port, grpc_port, metrics_port, address, scheduler), on_ready)
 
 
 @app.command()

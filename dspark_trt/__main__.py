@@ -1,0 +1,5 @@
+"""`python -m dspark_trt` is `dspark-trt`."""
+
+from dspark_trt.cli import main
+
+main()

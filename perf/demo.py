@@ -1,0 +1,90 @@
+"""`make demo`: build the demonstration pair, serve it with a real Triton, stream one answer, load-test it, print the table.
+
+python perf/demo.py --target MODEL.gguf --drafter examples/smollm2-135m-dspark --output build/smollm2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+from load_test import ON_AND_OFF, measure
+from perf_analyzer import find_perf_analyzer
+from report import print_table
+from rich.console import Console
+
+from dspark_trt.errors import DSparkError
+from dspark_trt.serving.serve import ServeOptions, TritonServer
+
+QUESTION = "Explain in three sentences why the sky is blue."
+CONCURRENCIES = (1, 8)
+REQUESTS = {1: 8, 8: 24}
+
+
+def stream_answer(server: TritonServer, question: str) -> None:
+    """One chat turn over Triton's generate_stream endpoint (server-sent events), printed as it comes."""
+    body = {"text_input": question, "chat": True, "max_tokens": 96, "stream": True}
+    request = urllib.request.Request(
+        f"{server.http_url}/v2/models/ensemble/generate_stream",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        for line in response:
+            if line.startswith(b"data:"):
+                print(json.loads(line[5:])["text_output"], end="", flush=True)
+    print()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build, serve and load-test the demonstration pair.")
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--drafter", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    console = Console(width=120)
+
+    def headline(text: str) -> None:
+        console.print(f"\n[bold]{text}[/]")
+
+    headline(f"1/3  dspark-trt build --target {options.target} --drafter {options.drafter} --output {options.output}")
+    pair = ["--target", str(options.target), "--drafter", str(options.drafter), "--output", str(options.output)]
+    built = subprocess.run([sys.executable, "-m", "dspark_trt", "build", *pair], check=False)
+    if built.returncode:
+        sys.exit(built.returncode)
+
+    tool = find_perf_analyzer()
+    results = []
+    for scheduler in ON_AND_OFF:
+        with tempfile.TemporaryDirectory(prefix="dspark-trt-demo-") as folder:
+            served = ServeOptions(0, 0, 0, scheduler=scheduler, log_file=Path(folder) / "server.log")
+            with TritonServer(options.output, served) as server:
+                if not results:
+                    headline(f"2/3  a real tritonserver answers at {server.http_url}:  {QUESTION}")
+                    stream_answer(server, QUESTION)
+                    headline(f"3/3  load test, drafting on (early_stop) and off ({tool.origin})")
+                for concurrency in CONCURRENCIES:
+                    results.append(
+                        measure(
+                            server.grpc_address, concurrency, scheduler, num_requests=REQUESTS[concurrency], tool=tool
+                        )
+                    )
+    print_table(results, console)
+    for concurrency in CONCURRENCIES:
+        on, off = (result for result in results if result.concurrency == concurrency)
+        console.print(
+            f"concurrency {concurrency}: drafting on / off = {on.tokens_per_s / off.tokens_per_s:.2f} x tokens/s"
+        )
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except DSparkError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
