@@ -51,20 +51,22 @@ def _code_of(config: ModelConfig) -> str:
     return (files(_CODE_PACKAGE) / folder / "1" / "model.py").read_text()
 
 
-def overlay_model_repo(build_dir: Path, destination: Path, *, scheduler: str) -> None:
-    """A repository in the empty folder `destination` that differs from the build's own in the scheduler only.
+def overlay_model_repo(build_dir: Path, destination: Path, *, scheduler: str | None = None) -> None:
+    """A repository in the empty folder `destination` that differs from the build's own in the scheduler at most.
 
-    Everything but the engine model's configuration is a symlink, so that the models still find the build.
+    Its models are symlinks, so that they still find the build, in folders of their own, where Python may keep bytecode.
     """
     repository = model_repository_of(build_dir)
     for model in sorted(path.parent for path in repository.glob("*/config.pbtxt")):
         config = (model / "config.pbtxt").read_text()
-        if 'key: "scheduler"' not in config:
-            (destination / model.name).symlink_to(model)
-            continue
-        (destination / model.name).mkdir()
-        (destination / model.name / "config.pbtxt").write_text(set_parameter(config, "scheduler", scheduler))
-        (destination / model.name / "1").symlink_to(model / "1")
+        if scheduler is not None and 'key: "scheduler"' in config:
+            config = set_parameter(config, "scheduler", scheduler)
+        version = destination / model.name / "1"
+        version.mkdir(parents=True)
+        (version.parent / "config.pbtxt").write_text(config)
+        for file in (model / "1").iterdir():
+            if file.is_file():
+                (version / file.name).symlink_to(file)
 
 
 def model_repository_of(build_dir: Path) -> Path:
@@ -85,5 +87,5 @@ def model_parameters(arguments: Mapping[str, str]) -> dict[str, str]:
 
 def build_directory_of(arguments: Mapping[str, str]) -> Path:
     """Where the build of a model lies, from what Triton hands to `initialize`."""
-    version = Path(arguments["model_repository"]) / arguments["model_version"]
-    return (version.resolve().parent / model_parameters(arguments)["build_directory"]).resolve()
+    code = Path(arguments["model_repository"], arguments["model_version"], "model.py").resolve()
+    return (code.parents[1] / model_parameters(arguments)["build_directory"]).resolve()

@@ -45,7 +45,6 @@ class ServerTree:
     def environment(self) -> dict[str, str]:
         """The environment in which the server finds this interpreter's packages and libpython."""
         environment = dict(os.environ)
-        environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a model repository may be read-only
         # The backend's stub embeds the `python3` that comes first on PATH, and with it that environment's packages.
         prepend(environment, "PATH", _interpreter_folder())
         prepend(environment, "LD_LIBRARY_PATH", _own_libpython_folder())

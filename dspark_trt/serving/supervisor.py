@@ -25,7 +25,7 @@ from typing import Any
 from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError
-from dspark_trt.packaging.model_repo import model_repository_of, overlay_model_repo
+from dspark_trt.packaging.model_repo import overlay_model_repo
 from dspark_trt.serving.options import ServeOptions, with_ports
 from dspark_trt.serving.server_tree import find_server
 
@@ -46,9 +46,7 @@ class TritonServer:
     """
 
     def __init__(self, build_dir: Path, options: ServeOptions) -> None:
-        """Raises ManifestError when `build_dir` has no model repository."""
         self._build_dir = build_dir
-        self._repository = model_repository_of(build_dir)
         self._options = with_ports(options)
         self._process: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
@@ -77,8 +75,8 @@ class TritonServer:
     def __enter__(self) -> TritonServer:
         """Start the server and wait for its first answer.
 
-        Raises EnvironmentMissingError when there is no server to start, EngineBuildError with the log's tail when it
-        dies or does not answer in time.
+        Raises ManifestError when the build has no model repository, EnvironmentMissingError when there is no server to
+        start, EngineBuildError with the log's tail when it dies or does not answer in time.
         """
         try:
             self._process = self._start()
@@ -90,11 +88,9 @@ class TritonServer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         tree = find_server(self._options.cache)
-        if self._options.scheduler is not None:
-            overlay = self._resources.enter_context(tempfile.TemporaryDirectory(prefix="dspark-trt-"))
-            overlay_model_repo(self._build_dir, Path(overlay), scheduler=self._options.scheduler)
-            self._repository = Path(overlay)
-        command = [str(tree.executable), *self._arguments()]
+        repository = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="dspark-trt-")))
+        overlay_model_repo(self._build_dir, repository, scheduler=self._options.scheduler)
+        command = [str(tree.executable), f"--model-repository={repository}", *self._arguments()]
         if tree.backend_directory is not None:
             command += [f"--backend-directory={tree.backend_directory}"]
         log_file = self._options.log_file
@@ -145,7 +141,6 @@ class TritonServer:
 
     def _arguments(self) -> Iterator[str]:
         options = self._options
-        yield f"--model-repository={self._repository}"
         for service, port in (
             ("http", options.http_port),
             ("grpc", options.grpc_port),

@@ -76,7 +76,9 @@ def test_overlay_changes_the_scheduler_alone_and_nothing_in_the_build(build_dir:
     overlay = tmp_path / "overlay"
     overlay.mkdir()
     overlay_model_repo(build_dir, overlay, scheduler="off")
+    (overlay / "dspark" / "1" / "__pycache__").mkdir()  # as Python does where a model is loaded from
     assert contents(build_dir) == before
+    assert not list(build_dir.rglob("__pycache__"))
     arguments = triton_arguments(overlay / "dspark")
     assert model_parameters(arguments)["scheduler"] == "off"
     assert build_directory_of(arguments) == build_dir
@@ -86,7 +88,7 @@ def test_overlay_changes_the_scheduler_alone_and_nothing_in_the_build(build_dir:
 
 def test_a_folder_without_a_repository_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="not a finished build"):
-        overlay_model_repo(tmp_path, tmp_path, scheduler="off")
+        overlay_model_repo(tmp_path, tmp_path)
 
 
 def test_the_engine_code_is_the_same_under_either_name(tmp_path: Path) -> None:

@@ -1,0 +1,80 @@
+"""A second server: another place, another engine name, another scheduler, and nothing left when it has stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from load_test import measure
+from perf_analyzer import find_perf_analyzer
+
+from dspark_trt.build import build
+from dspark_trt.recipe import BuildRecipe
+from dspark_trt.serving.options import ServeOptions
+from dspark_trt.serving.supervisor import TritonServer
+from tests.triton.clients import generate
+from tests.triton.conftest import InProcess
+
+pytestmark = [pytest.mark.triton, pytest.mark.demo]
+
+PROMPT = "A recipe for apple cake:"
+
+
+def commands_that_mention(text: str) -> list[str]:
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # ended meanwhile
+            continue
+        if text in command:
+            commands.append(command)
+    return commands
+
+
+def listing(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_moved_and_renamed_build_is_served_and_leaves_nothing(
+    demo_build: Path, demo_target_path: Path, demo_drafter_path: Path, in_process: InProcess, tmp_path: Path
+) -> None:
+    moved = shutil.copytree(demo_build, tmp_path / "moved", copy_function=os.link)
+    recipe = BuildRecipe(target=str(demo_target_path), drafter=str(demo_drafter_path), engine_model_name="tensorrt_llm")
+    rebuilt = [result.stage for result in build(recipe, moved) if result.was_built]
+    assert rebuilt == ["triton_model_repo"]
+    before = listing(moved)
+    shared_memory = set(Path("/dev/shm").iterdir())
+    options = ServeOptions(0, 0, 0, scheduler="off", log_file=tmp_path / "log")
+    with TritonServer(moved, options) as server:
+        answer = generate(server.http_url, text_input=PROMPT, max_tokens=16, temperature=0.0)
+        assert commands_that_mention("triton_python_backend_stub")
+        processes = commands_that_mention(f"{server.options.http_port}")
+        assert processes
+        prefix = next(part for part in processes[0].split() if "shm-region-prefix-name" in part).rsplit("=", 1)[1]
+        assert commands_that_mention(prefix)
+        assert set(Path("/dev/shm").iterdir()) > shared_memory
+    assert answer["text_output"] == in_process.answer(PROMPT, 16).text
+    assert answer["total_draft_tokens"] == 0
+    assert answer["num_steps"] == 15
+    assert not commands_that_mention(prefix)
+    assert set(Path("/dev/shm").iterdir()) <= shared_memory
+    assert listing(moved) == before
+
+
+def test_perf_analyzer_measures_tokens_of_a_running_server(server: TritonServer, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.json"
+    rows = [
+        {"text_input": [text], "max_tokens": [12], "stream": [True], "end_id": [-1]}
+        for text in ("One", "Two words", "Three more words")
+    ]
+    prompts.write_text(json.dumps({"data": rows}))
+    result = measure(server.grpc_address, 2, "early_stop", num_requests=4, prompts=[prompts], tool=find_perf_analyzer())
+    assert (result.concurrency, result.num_requests, result.num_tokens) == (2, 4, 4 * 12)
+    assert 1.0 <= result.accepted_len <= 8.0
+    assert 0.0 <= result.mean_verify_len <= 7.0
+    assert 0.0 < result.ttft_ms <= result.ttft_p95_ms
+    assert result.inter_token_ms > 0.0
