@@ -2,7 +2,8 @@
 
 ONNX Runtime runs this body; TensorRT takes the plugin where it is registered and inlines the body where it is not.
 
-Shape letters: `R` requests, `G` gamma, `V` vocabulary, `D` hidden, `r` Markov rank, `C` blocks of BLOCK_SIZE tokens.
+Shape letters: `R` requests, `G` gamma, `V` vocabulary, `D` hidden, `r` Markov rank, `N` top_n, `C` blocks of BLOCK_SIZE
+tokens.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-from dspark_trt_plugins.markov_head.body import Body
-from dspark_trt_plugins.markov_head.form import LARGEST_LOGIT, MarkovHeadForm
-from onnx import helper, numpy_helper
+from dspark_trt_plugins.body import Body
+from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT, LARGEST_LOGIT, W1, W2, FloatType, MarkovHeadForm
+from dspark_trt_plugins.operation import attributes_of
+from onnx import TensorProto, helper, numpy_helper
 
 DOMAIN = "dspark"
 NAME = "MarkovHead"
@@ -21,7 +23,6 @@ PLUGIN_VERSION = "1"
 OPSET = 24
 # The vocabulary is searched in two levels, blocks first: exact enough in float32 and much faster than a scan over V.
 BLOCK_SIZE = 128
-_PADDING_LOGIT = -3e38  # below -LARGEST_LOGIT: padding of the last block is never chosen
 _LARGEST_FRACTION = 1 - 2.0**-23  # stays below 1 where a compiler computes float64 as float32 (TensorRT does)
 
 
@@ -35,18 +36,8 @@ def markov_head_node(form: MarkovHeadForm, inputs: Sequence[str], outputs: Seque
     return helper.make_node(NAME, inputs, outputs, name=NAME, domain=DOMAIN, **_attributes(form))
 
 
-def _attributes(form: MarkovHeadForm) -> dict[str, str | int]:
-    return {
-        "plugin_namespace": DOMAIN,
-        "plugin_version": PLUGIN_VERSION,
-        "head_type": form.head_type,
-        "gamma": form.gamma,
-        "vocab_size": form.vocab_size,
-        "markov_rank": form.markov_rank,
-        "has_confidence_head": int(form.has_confidence_head),
-        "has_confidence_bias": int(form.has_confidence_bias),
-        "is_confidence_with_markov": int(form.is_confidence_with_markov),
-    }
+def _attributes(form: MarkovHeadForm) -> dict[str, int | str]:
+    return {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION, **attributes_of(form)}
 
 
 def markov_head_function(form: MarkovHeadForm) -> onnx.FunctionProto:
@@ -86,14 +77,16 @@ class _Steps:
         self._form = form
         self._body = body
         self._num_blocks = -(-form.vocab_size // BLOCK_SIZE)
-        self._base = body.split("base_logits", form.gamma, axis=1)  # G times [R, 1, V]
+        base_logits = _float32(body, "base_logits", form.logits_type)
+        self._base = body.split(base_logits, form.gamma, axis=1)  # G times [R, 1, V]
+        self._candidates = self._top(base_logits) if form.top_n else []  # G times [R, 1, N]
         zero = body.float32(0)
         self._is_greedy = body.op("LessOrEqual", "temperatures", zero)  # [R]
         hottest = body.op("ReduceMax", "temperatures", keepdims=0)
         self._is_any_sampled = body.op("Greater", hottest, zero)
         temperature = body.op("Where", self._is_greedy, body.float32(1), "temperatures")
         self._temperature = body.op("Unsqueeze", temperature, body.axes(1, 2))  # [R, 1, 1]
-        self._uniforms = body.split(body.op("Cast", "uniforms", to=onnx.TensorProto.DOUBLE), form.gamma, axis=1)
+        self._uniforms = body.split(body.op("Cast", "uniforms", to=TensorProto.DOUBLE), form.gamma, axis=1)
         self._state: str | None = None
         self.embedded = ""  # [R, r]: W1 of the token before the slot
 
@@ -101,26 +94,52 @@ class _Steps:
         """Corrected, finite logits of one slot, [R, V]."""
         body = self._body
         base = body.op("Squeeze", self._base[slot], body.axes(1))
-        if not self._form.has_markov_head:
+        feature = None
+        if self._form.has_markov_head:
+            embedded = body.op("Gather", W1, previous, axis=0)
+            self.embedded = _float32(body, embedded, self._form.weight_type)
+            feature = self._bias_feature(slot)
+        if self._form.top_n:
+            return self._of_candidates(base, feature, body.op("Squeeze", self._candidates[slot], body.axes(1)))
+        if feature is None:
             return self._finite(base)
-        self.embedded = body.op("Gather", "markov_head.markov_w1.weight", previous, axis=0)
-        feature = self._bias_feature(slot)
-        return self._finite(body.op("Gemm", feature, "markov_head.markov_w2.weight", base, transB=1))
+        w2 = _float32(body, W2, self._form.weight_type)
+        return self._finite(body.op("Gemm", feature, w2, base, transB=1))
+
+    def _top(self, base_logits: str) -> list[str]:
+        """The candidates of each slot. They do not depend on any draft."""
+        body, form = self._body, self._form
+        values, indices = body.fresh(), body.fresh()
+        count = body.axes(form.top_n)
+        inputs = [_clip(body, base_logits), count]
+        body.nodes.append(helper.make_node("TopK", inputs, [values, indices], axis=2))
+        return body.split(indices, form.gamma, axis=1)
+
+    def _of_candidates(self, base: str, feature: str | None, candidates: str) -> str:
+        """Logits [R, V] of candidates [R, N]; every other token is EXCLUDED_LOGIT."""
+        body = self._body
+        logits = body.op("GatherElements", base, candidates, axis=1)
+        if feature is not None:
+            rows = _float32(body, body.op("Gather", W2, candidates, axis=0), self._form.weight_type)  # [R, N, r]
+            bias = body.op("MatMul", rows, body.op("Unsqueeze", feature, body.axes(2)))
+            logits = body.op("Add", logits, body.op("Squeeze", bias, body.axes(2)))
+        excluded = body.op("Expand", body.float32(EXCLUDED_LOGIT), body.op("Shape", base))
+        return body.op("ScatterElements", excluded, candidates, self._finite(logits), axis=1)
 
     def _bias_feature(self, slot: int) -> str:
         body, form = self._body, self._form
         if form.head_type == "vanilla":
             return self.embedded
-        hidden = body.op("Gather", "hidden", body.scalar(slot), axis=1)
+        hidden = _float32(body, body.op("Gather", "hidden", body.scalar(slot), axis=1), form.weight_type)
         if form.head_type == "gated":
             joined = body.op("Concat", hidden, self.embedded, axis=1)
-            gate = body.op("Sigmoid", _linear(body, "markov_head.gate_proj", joined))
+            gate = body.op("Sigmoid", _linear(body, form, "markov_head.gate_proj", joined))
             return body.op("Mul", gate, self.embedded)
         if self._state is None:
             zero = numpy_helper.from_array(np.zeros(1, np.float32))
             self._state = body.op("ConstantOfShape", body.op("Shape", self.embedded), value=zero)
         joined = body.op("Concat", self._state, self.embedded, hidden, axis=1)
-        gate, candidate, out = body.split(_linear(body, "markov_head.joint_proj", joined), 3, axis=1)
+        gate, candidate, out = body.split(_linear(body, form, "markov_head.joint_proj", joined), 3, axis=1)
         gate = body.op("Sigmoid", gate)
         kept = body.op("Mul", gate, self._state)
         entering = body.op("Mul", body.op("Sub", body.float32(1), gate), body.op("Tanh", candidate))
@@ -134,10 +153,8 @@ class _Steps:
         clean = body.branch()
         clean_result = clean.op("Identity", logits)
         repair = body.branch()
-        smallest = repair.float32(-LARGEST_LOGIT)
-        no_nan = repair.op("Where", repair.op("IsNaN", logits), smallest, logits)
-        repaired = repair.op("Clip", no_nan, smallest, large)
-        return self._choose(is_clean, clean, clean_result, repair, repaired, onnx.TensorProto.FLOAT)
+        repaired = _clip(repair, logits)
+        return self._choose(is_clean, clean, clean_result, repair, repaired, TensorProto.FLOAT)
 
     def draw(self, slot: int, logits: str) -> str:
         """Token ids [R]; the sampling work is skipped when every request is greedy."""
@@ -152,15 +169,13 @@ class _Steps:
         mixed = body.branch()
         sampled = self._sample(mixed, blocks, block_max, self._uniforms[slot])
         mixed_ids = mixed.op("Where", self._is_greedy, greedy, sampled)
-        return self._choose(
-            self._is_any_sampled, mixed, mixed_ids, only_greedy, only_greedy_ids, onnx.TensorProto.INT64
-        )
+        return self._choose(self._is_any_sampled, mixed, mixed_ids, only_greedy, only_greedy_ids, TensorProto.INT64)
 
     def _blocks(self, logits: str) -> str:
         body, form = self._body, self._form
         padding = self._num_blocks * BLOCK_SIZE - form.vocab_size
         if padding:
-            logits = body.op("Pad", logits, body.axes(0, 0, 0, padding), body.float32(_PADDING_LOGIT))
+            logits = body.op("Pad", logits, body.axes(0, 0, 0, padding), body.float32(EXCLUDED_LOGIT))
         return body.op("Reshape", logits, body.axes(0, self._num_blocks, BLOCK_SIZE))
 
     def _sample(self, body: Body, blocks: str, block_max: str, uniform: str) -> str:
@@ -172,11 +187,11 @@ class _Steps:
         largest = body.op("Unsqueeze", body.op("ReduceMax", block_max, body.axes(1)), body.axes(2))
         scaled = body.op("Div", body.op("Sub", blocks, largest), self._temperature)
         weights = body.op("Exp", scaled)  # [R, C, BLOCK_SIZE]
-        mass = body.op("Cast", body.op("ReduceSum", weights, body.axes(2), keepdims=0), to=onnx.TensorProto.DOUBLE)
+        mass = body.op("Cast", body.op("ReduceSum", weights, body.axes(2), keepdims=0), to=TensorProto.DOUBLE)
         block, position = _search(body, mass, uniform, self._num_blocks)
         before = body.op("GatherElements", body.op("CumSum", mass, body.scalar(1), exclusive=1), block, axis=1)
         fraction = body.op("Div", body.op("Sub", position, before), body.op("GatherElements", mass, block, axis=1))
-        row = body.op("Cast", _pick(body, weights, block), to=onnx.TensorProto.DOUBLE)  # [R, BLOCK_SIZE]
+        row = body.op("Cast", _pick(body, weights, block), to=TensorProto.DOUBLE)  # [R, BLOCK_SIZE]
         in_block, _ = _search(body, row, fraction, BLOCK_SIZE)
         return self._token(body, block, in_block)
 
@@ -203,7 +218,7 @@ def _search(body: Body, mass: str, fraction: str, size: int) -> tuple[str, str]:
     cumulative = body.op("CumSum", mass, body.scalar(1))
     whole = body.op("Gather", cumulative, body.axes(size - 1), axis=1)
     position = body.op("Mul", inside, whole)
-    passed = body.op("Cast", body.op("LessOrEqual", cumulative, position), to=onnx.TensorProto.INT64)
+    passed = body.op("Cast", body.op("LessOrEqual", cumulative, position), to=TensorProto.INT64)
     return body.op("ReduceSum", passed, body.axes(1), keepdims=1), position
 
 
@@ -212,17 +227,28 @@ def _pick(body: Body, blocks: str, block: str) -> str:
     return body.op("GatherND", blocks, block, batch_dims=1)
 
 
-def _linear(body: Body, name: str, features: str) -> str:
-    return body.op("Gemm", features, f"{name}.weight", f"{name}.bias", transB=1)
+def _float32(body: Body, value: str, element_type: FloatType) -> str:
+    return value if element_type == "float32" else body.op("Cast", value, to=TensorProto.FLOAT)
+
+
+def _clip(body: Body, logits: str) -> str:
+    """NaN becomes -LARGEST_LOGIT, everything else stays within +-LARGEST_LOGIT."""
+    smallest = body.float32(-LARGEST_LOGIT)
+    known = body.op("Where", body.op("IsNaN", logits), smallest, logits)
+    return body.op("Clip", known, smallest, body.float32(LARGEST_LOGIT))
+
+
+def _linear(body: Body, form: MarkovHeadForm, name: str, features: str) -> str:
+    weights = [_float32(body, weight, form.weight_type) for weight in form.weight_names if weight.startswith(name)]
+    return body.op("Gemm", features, *weights, transB=1)
 
 
 def _confidence(form: MarkovHeadForm, body: Body, embeddings: list[str]) -> None:
     """All slots at once: a confidence needs the token before its slot only, which the steps have already looked up."""
-    features = "hidden"
+    features = _float32(body, "hidden", form.weight_type)
     if form.has_markov_head and form.is_confidence_with_markov:
         stacked = body.op("Concat", *(body.op("Unsqueeze", e, body.axes(1)) for e in embeddings), axis=1)
         features = body.op("Concat", features, stacked, axis=2)
     rows = body.op("Flatten", features, axis=2)  # [R * G, D (+ r)]
-    weights = [name for name in form.weight_names if name.startswith("confidence_head")]
-    scored = body.op("Gemm", rows, *weights, transB=1)  # [R * G, 1]
+    scored = _linear(body, form, "confidence_head.proj", rows)  # [R * G, 1]
     body.op("Reshape", scored, body.axes(-1, form.gamma), output="confidence_logits")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from dspark_trt_plugins.markov_head.form import LARGEST_LOGIT, MarkovHeadForm
+from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT, LARGEST_LOGIT, MarkovHeadForm
 from numpy.typing import NDArray
 
 Weights = Mapping[str, NDArray[Any]]
@@ -47,6 +47,7 @@ def markov_head(
     Source: paper section 3.1, eq. 4-7. Sums are float64; what is handed out is float32.
     """
     hidden = hidden.astype(np.float64)
+    is_candidate = candidates(base_logits, form.top_n) if form.top_n else np.ones(base_logits.shape, bool)
     state = np.zeros((len(anchor_ids), form.markov_rank))
     previous = anchor_ids
     ids, logits, confidences = [], [], []
@@ -60,7 +61,7 @@ def markov_head(
             slot_logits = slot_logits + feature @ weights["markov_head.markov_w2.weight"].astype(np.float64).T
         if form.has_confidence_head:
             confidences.append(_confidence_logit(form, weights, slot_hidden, embedded))
-        logits.append(finite_logits(slot_logits))
+        logits.append(np.where(is_candidate[:, slot], finite_logits(slot_logits), np.float32(EXCLUDED_LOGIT)))
         previous = draw(logits[-1], temperatures, uniforms[:, slot])
         ids.append(previous)
     return MarkovHeadOutput(
@@ -105,6 +106,14 @@ def finite_logits(logits: NDArray[np.floating[Any]]) -> NDArray[np.float32]:
     """Float32 logits within +-LARGEST_LOGIT; NaN becomes the smallest, so that it is never preferred."""
     clipped = np.clip(np.where(np.isnan(logits), -LARGEST_LOGIT, logits), -LARGEST_LOGIT, LARGEST_LOGIT)
     return clipped.astype(np.float32)
+
+
+def candidates(base_logits: Array, top_n: int) -> NDArray[np.bool_]:
+    """Where the top_n largest of the last axis are, equal ones by lowest index; it does not depend on any draft."""
+    order = np.argsort(-finite_logits(base_logits), axis=-1, kind="stable")
+    is_candidate = np.zeros(base_logits.shape, bool)
+    np.put_along_axis(is_candidate, order[..., :top_n], True, axis=-1)
+    return is_candidate
 
 
 def draw(logits: NDArray[np.float32], temperatures: Array, uniforms: Array) -> NDArray[np.int64]:

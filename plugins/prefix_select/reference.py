@@ -1,18 +1,73 @@
-"""PrefixSelect in NumPy: how many drafts of each request are verified. `runtime/prefix_scheduler` equals it.
+"""PrefixSelect in NumPy: how many drafts of each request are verified, and the index tensors of that step.
 
-Shape letters: `R` requests, `G` gamma. Source: paper section 3.2.2, Algorithm 1, and section 5.2.
+`runtime/prefix_scheduler` chooses the same lengths.
+
+Shape letters: `R` requests, `G` gamma, `T` packed tokens, `B` KV rows of the target's row group.
+Source: paper section 3.2.2, Algorithm 1, and section 5.2.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from numpy.typing import NDArray
 
 FloatArray = NDArray[np.floating[Any]]
 IntArray = NDArray[np.integer[Any]]
 BoolArray = NDArray[np.bool_]
+
+
+def prefix_select(form: PrefixSelectForm, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """All outputs by name, from inputs by name; README.md has both tables."""
+    fresh = survival(inputs["confidence_logits"], inputs["temperatures"])
+    caps, is_forced = inputs["caps"], inputs["is_forced"]
+    if form.mode == "early_stop":
+        verify_len = early_stop(
+            fresh,
+            caps=caps,
+            is_forced=is_forced,
+            prefill_tokens=int(inputs["prefill_tokens"][0]),
+            step_ms=inputs["step_ms"],
+        )
+    else:
+        verify_len = lagged_budget(fresh, caps=caps, is_forced=is_forced, num_admitted=int(inputs["num_admitted"][0]))
+    return {"verify_len": verify_len, **pack_tokens(verify_len, inputs), **pack_rows(verify_len, inputs)}
+
+
+def pack_tokens(verify_len: IntArray, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """What stands at each packed token: every request's anchor and drafts. Padding repeats the last token."""
+    gamma = inputs["draft_ids"].shape[1]
+    blocks = np.concatenate([inputs["anchor_ids"][:, None], inputs["draft_ids"]], axis=1)  # [R, G + 1]
+    ends = np.cumsum(verify_len + 1)
+    first_tokens = ends - verify_len - 1
+    tokens = np.minimum(inputs["token_index"], ends[-1] - 1)
+    requests = np.searchsorted(first_tokens, tokens, side="right") - 1
+    slots = tokens - first_tokens[requests]
+    return {
+        "num_tokens": ends[-1:],
+        "first_tokens": first_tokens,
+        "token_requests": requests,
+        "token_ids": blocks[requests, slots],
+        "positions": inputs["past_lengths"][requests] + slots,
+        "output_slots": inputs["block_rows"][requests] * (gamma + 1) + slots,
+    }
+
+
+def pack_rows(verify_len: IntArray, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """The target's row group. Padding points at the row's last token, in a row without request at token 0."""
+    requests, is_used = inputs["row_requests"], inputs["row_query_lengths"] > 0
+    requests = np.where(is_used, requests, 0)
+    lengths = np.where(is_used, verify_len[requests], 0)
+    first_tokens = np.where(is_used, (np.cumsum(verify_len + 1) - verify_len - 1)[requests], 0)
+    slots = np.arange(inputs["draft_ids"].shape[1] + 1)
+    return {
+        "decode.tokens": first_tokens[:, None] + np.minimum(slots, lengths[:, None]),
+        "decode.past_lengths": np.where(is_used, inputs["past_lengths"][requests], 0),
+        "decode.query_lengths": np.where(is_used, lengths + 1, 0),
+    }
 
 
 def survival(confidence_logits: FloatArray, temperatures: FloatArray) -> NDArray[np.float64]:

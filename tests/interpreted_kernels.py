@@ -1,0 +1,63 @@
+"""Runs the launches of an operation under Triton's CPU interpreter, on torch tensors with poisoned surroundings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernel modules are imported
+
+import numpy as np
+import torch
+from dspark_trt_plugins.operation import Operation, Tensor, extents_of, kernel_function
+from numpy.typing import NDArray
+
+TORCH_TYPES = {name: getattr(torch, name) for name in ("bool", "int32", "int64", "float16", "bfloat16", "float32")}
+GUARD = 512  # elements before and behind every tensor
+POISON_INTEGER = 0x5A5A5A5A
+
+
+class GuardedTensor:
+    """A tensor inside a larger allocation that holds NaN, or an integer far outside every tensor, everywhere else."""
+
+    def __init__(self, tensor: Tensor, extents: Mapping[str, int], value: NDArray[Any] | None = None) -> None:
+        shape = tensor.shape_in(extents)
+        element_type = TORCH_TYPES[tensor.element_type]
+        if element_type is torch.bool:
+            poison: Any = True
+        else:
+            poison = float("nan") if element_type.is_floating_point else POISON_INTEGER
+        count = int(np.prod(shape))
+        self._memory = torch.full((count + 2 * GUARD,), poison, dtype=element_type)
+        self._poison = self._memory[:GUARD].clone()
+        self.name = tensor.name
+        self.value = self._memory[GUARD : GUARD + count].view(shape)
+        if value is not None:
+            self.value.copy_(torch.from_numpy(np.ascontiguousarray(value)))
+
+    def assert_surroundings_untouched(self) -> None:
+        for part in (self._memory[:GUARD], self._memory[-GUARD:]):
+            assert torch.equal(part.view(torch.uint8), self._poison.view(torch.uint8)), f"{self.name}: written outside"
+
+
+def run_interpreted(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Outputs by name. Float inputs are rounded to the operation's element types."""
+    kernels = {kernel.name: kernel for kernel in operation.kernels}
+    extents = extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs])
+    tensors = {tensor.name: GuardedTensor(tensor, extents, inputs[tensor.name]) for tensor in operation.inputs}
+    before = {name: tensor.value.clone() for name, tensor in tensors.items()}
+    tensors |= {tensor.name: GuardedTensor(tensor, extents) for tensor in (*operation.outputs, *operation.workspace)}
+    for launch in operation.launches(extents):
+        kernel = kernels[launch.kernel]
+        function = kernel_function(operation, kernel)
+        values: dict[str, Any] = {**operation.arguments, **kernel.constants, **launch.scalars}
+        arguments = {name: values[name] for name in function.arg_names}
+        function[launch.grid](
+            **{name: tensors[value].value if isinstance(value, str) else value for name, value in arguments.items()}
+        )
+    for tensor in tensors.values():
+        tensor.assert_surroundings_untouched()
+    for name, value in before.items():
+        assert torch.equal(value.view(torch.uint8), tensors[name].value.view(torch.uint8)), f"{name}: an input changed"
+    return {tensor.name: tensors[tensor.name].value.numpy() for tensor in operation.outputs}
