@@ -1,4 +1,7 @@
-"""Runs the launches of an operation under Triton's CPU interpreter, on torch tensors with poisoned surroundings."""
+"""Runs the launches of an operation under Triton's CPU interpreter, on torch tensors with poisoned surroundings.
+
+Triton 3.9's interpreter keeps bfloat16 as uint16 and multiplies these integers in tl.dot; here they are widened first.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,24 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernel modules 
 
 import numpy as np
 import torch
+import triton.language as tl
 from dspark_trt_plugins.operation import Operation, Tensor, extents_of, kernel_function
 from numpy.typing import NDArray
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 TORCH_TYPES = {name: getattr(torch, name) for name in ("bool", "int32", "int64", "float16", "bfloat16", "float32")}
 GUARD = 512  # elements before and behind every tensor
 POISON_INTEGER = 0x5A5A5A5A
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+_create_dot = InterpreterBuilder.create_dot
+InterpreterBuilder.create_dot = lambda builder, a, b, *rest: _create_dot(builder, _widened(a), _widened(b), *rest)
 
 
 class GuardedTensor:
@@ -49,6 +64,8 @@ def run_interpreted(operation: Operation, inputs: Mapping[str, NDArray[Any]]) ->
     before = {name: tensor.value.clone() for name, tensor in tensors.items()}
     tensors |= {tensor.name: GuardedTensor(tensor, extents) for tensor in (*operation.outputs, *operation.workspace)}
     for launch in operation.launches(extents):
+        if 0 in launch.grid:
+            continue
         kernel = kernels[launch.kernel]
         function = kernel_function(operation, kernel)
         values: dict[str, Any] = {**operation.arguments, **kernel.constants, **launch.scalars}

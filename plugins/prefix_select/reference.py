@@ -96,6 +96,7 @@ def early_stop(
 
     Non-anticipating: whether (r, j) is admitted never depends on a confidence behind j, so the output stays exact.
     """
+    step_ms = step_ms.astype(np.float64)
     verify_len, tokens, expected = _start(survival, caps, is_forced, prefill_tokens)
     best = expected / step_ms[tokens]
     for request, draft in _ranked(survival, caps, is_forced):
@@ -129,7 +130,8 @@ def best_budget(
     """
     _, tokens, expected = _start(stale_survival, caps, is_forced, prefill_tokens)
     gains = [stale_survival[request, draft] for request, draft in _ranked(stale_survival, caps, is_forced)]
-    throughputs = (expected + np.cumsum([0.0, *gains])) / step_ms[tokens : tokens + len(gains) + 1]
+    step_ms = step_ms[tokens : tokens + len(gains) + 1].astype(np.float64)
+    throughputs = (expected + np.cumsum([0.0, *gains])) / step_ms
     return int(throughputs.argmax())
 
 
