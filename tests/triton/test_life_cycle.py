@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -13,7 +18,8 @@ from perf_analyzer import find_perf_analyzer
 
 from dspark_trt.build import build
 from dspark_trt.recipe import BuildRecipe
-from dspark_trt.serving.options import ServeOptions
+from dspark_trt.serving.options import ServeOptions, with_ports
+from dspark_trt.serving.server_tree import find_server
 from dspark_trt.serving.supervisor import TritonServer
 from tests.triton.clients import generate
 from tests.triton.conftest import InProcess
@@ -39,13 +45,21 @@ def listing(folder: Path) -> dict[str, int]:
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_moved_and_renamed_build_is_served_and_leaves_nothing(
-    demo_build: Path, demo_target_path: Path, demo_drafter_path: Path, in_process: InProcess, tmp_path: Path
-) -> None:
-    moved = shutil.copytree(demo_build, tmp_path / "moved", copy_function=os.link)
+@pytest.fixture(scope="module")
+def moved(
+    demo_build: Path, demo_target_path: Path, demo_drafter_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """The demonstration build in another place, its engine model called as in TensorRT-LLM's repository."""
+    moved = shutil.copytree(demo_build, tmp_path_factory.mktemp("elsewhere") / "build", copy_function=os.link)
     recipe = BuildRecipe(target=str(demo_target_path), drafter=str(demo_drafter_path), engine_model_name="tensorrt_llm")
     rebuilt = [result.stage for result in build(recipe, moved) if result.was_built]
     assert rebuilt == ["triton_model_repo"]
+    return moved
+
+
+def test_moved_and_renamed_build_is_served_and_leaves_nothing(
+    moved: Path, in_process: InProcess, tmp_path: Path
+) -> None:
     before = listing(moved)
     shared_memory = set(Path("/dev/shm").iterdir())
     options = ServeOptions(0, 0, 0, scheduler="off", log_file=tmp_path / "log")
@@ -63,6 +77,43 @@ def test_moved_and_renamed_build_is_served_and_leaves_nothing(
     assert not commands_that_mention(prefix)
     assert set(Path("/dev/shm").iterdir()) <= shared_memory
     assert listing(moved) == before
+
+
+def test_plain_tritonserver_serves_the_repository_as_it_stands(
+    moved: Path, in_process: InProcess, tmp_path: Path
+) -> None:
+    """As in Triton's own container: nothing but --model-repository; ports, because others may be in use here."""
+    tree, options = find_server(), with_ports(ServeOptions(0, 0, 0))
+    command = [tree.executable, f"--model-repository={moved / 'triton_model_repo'}"]
+    if tree.backend_directory is not None:
+        command.append(f"--backend-directory={tree.backend_directory}")
+    for service in ("http", "grpc", "metrics"):
+        command.append(f"--{service}-port={getattr(options, f'{service}_port')}")
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, env=tree.environment(), cwd=tree.working_directory, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        wait_until_ready(process, options.http_port)
+        url = f"http://127.0.0.1:{options.http_port}"
+        answer = generate(url, text_input=PROMPT, max_tokens=16, temperature=0.0)
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert answer["text_output"] == in_process.answer(PROMPT, 16).text
+    assert answer["total_draft_tokens"] > 0
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], http_port: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        assert process.poll() is None, "tritonserver ended by itself"
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{http_port}/v2/health/ready"):
+            return
+        time.sleep(0.1)
+    raise AssertionError("tritonserver is not ready after two minutes")
 
 
 def test_perf_analyzer_measures_tokens_of_a_running_server(server: TritonServer, tmp_path: Path) -> None:
