@@ -221,13 +221,15 @@ class ToyDrafter(_FailingEngine):
         self._last = output
         return output
 
+    def logits(self, context: Sequence[int]) -> np.ndarray:
+        return self._skill * self.language.logits(context) + (1 - abs(self._skill)) * self._noise.logits(context)
+
     def _draft_one(self, at: int, batch: DraftBatch, output: DraftOutput) -> None:
         temperature = float(batch.temperatures[at])
         context = [*self.store.read(int(batch.rows[at]), int(batch.past_lengths[at])), int(batch.anchor_ids[at])]
         begin, acceptance = len(context), []
         for slot in range(self._gamma):
-            target_logits = self.language.logits(context)
-            logits = self._skill * target_logits + (1 - abs(self._skill)) * self._noise.logits(context)
+            target_logits, logits = self.language.logits(context), self.logits(context)
             probs = softmax(logits, temperature)
             output.draft_logits[at, slot] = logits
             output.draft_ids[at, slot] = np.sum(np.cumsum(probs) <= batch.uniforms[at, slot] * (1 - 1e-9))

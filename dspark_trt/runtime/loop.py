@@ -70,6 +70,7 @@ class DecodingLoop:
             self._scheduler = PrefixScheduler(scheduler, temperatures=temperatures, num_rows=limits.max_slots)
         self._queue: deque[RequestState] = deque()
         self._states: dict[str, RequestState] = {}  # all that are not finished, by request id
+        self._cancelled: list[RequestState] = []  # since the last step
         self._emissions: list[Emission] = []
 
     @property
@@ -106,7 +107,7 @@ class DecodingLoop:
         state = self._states.get(request_id)
         if state is None:
             return False
-        state.is_cancelled = True
+        self._cancelled.append(state)
         return True
 
     def step(self) -> list[Emission]:
@@ -142,7 +143,10 @@ class DecodingLoop:
         assert len(self._states) == self.num_running + self.num_queued, "a request is neither running nor queued"
 
     def _drop_cancelled(self) -> None:
-        for state in [each for each in self._states.values() if each.is_cancelled]:
+        cancelled, self._cancelled = self._cancelled, []
+        for state in cancelled:
+            if state.phase is Phase.FINISHED:  # cancelled twice
+                continue
             if state.phase is Phase.QUEUED:
                 self._queue.remove(state)
             self._end(state, emit_end(state, "cancelled"))

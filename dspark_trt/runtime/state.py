@@ -48,7 +48,6 @@ class RequestState:
     row: int = NO_ROW
     generation: int = -1
     has_twin: bool = False  # has been live together with a request of the same random key
-    is_cancelled: bool = False
     num_prefilled: int = 0
     step_index: int = 0  # 0: the first token; then one for every verification step
     anchor_id: int = -1  # the last token; its K/V come with the next step

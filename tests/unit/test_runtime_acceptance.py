@@ -143,6 +143,16 @@ def test_a_row_behind_a_rejection_is_never_looked_at() -> None:
 
 
 @to_library
+def test_a_draft_that_the_target_excludes_is_rejected_even_by_a_uniform_of_zero(to_library: Any) -> None:
+    state = make_state(bad_words=((1,),))
+    state.words[:] = 0
+    logits = np.zeros((4, 5), dtype=np.float32)
+    result = decide(state, [1, 1, 1], to_library(logits), to_library(np.zeros((1, GAMMA, 5), dtype=np.float32)), 1.0)
+    assert result.num_accepted_drafts == 0
+    assert result.token_ids == [0], "the residual of equal distributions but for token 1, at u = 0"
+
+
+@to_library
 def test_a_block_ends_at_an_accepted_eos_without_a_bonus(to_library: Any) -> None:
     logits = np.zeros((4, 5), dtype=np.float32)
     logits[[0, 1, 2, 3], [1, 4, 1, 1]] = 9.0

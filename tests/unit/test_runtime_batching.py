@@ -403,3 +403,15 @@ def test_the_same_requests_give_the_same_steps() -> None:
 
     for config in ADAPTIVE:
         assert verify_lens(config) == verify_lens(config)
+
+
+def test_a_moved_request_keeps_its_confidence_history() -> None:
+    """Low confidences two steps old leave nothing to verify; a request without history would be verified at full length."""
+    parts = Parts(SchedulerConfig("lagged_budget"), table=MODERATE, skill=-1.0)
+    parts.submit(request("first", max_tokens=6), request("moved", prompt_of(5), max_tokens=30))
+    outputs = parts.finish()
+    assert parts.loop.totals.num_rows_moved == 1
+    statistics = outputs["moved"].last.statistics
+    assert statistics is not None
+    assert statistics.verify_lens[:2] == [GAMMA, GAMMA]
+    assert sum(statistics.verify_lens[2:]) == 0

@@ -1,0 +1,83 @@
+"""The loop on engines whose arrays are PyTorch tensors gives what it gives on NumPy arrays, and needs no PyTorch itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dspark_trt.engines.protocol import DraftBatch, DraftOutput, IngestBatch, TargetBatch, TargetOutput
+from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
+from dspark_trt.runtime.request import GenerationRequest, SamplingParams
+from tests.toy_engines import LIMITS, ToyDrafter, ToyLanguage, ToyTarget, make_loop, run
+
+LANGUAGE = ToyLanguage(vocab_size=16, order=3, num_patterns=499)
+
+
+class TorchTarget(ToyTarget):
+    def forward(self, batch: TargetBatch) -> TargetOutput:
+        output = super().forward(batch)
+        return TargetOutput(logits=torch.tensor(output.logits), taps=torch.tensor(output.taps))
+
+
+class TorchDrafter(ToyDrafter):
+    def ingest(self, batch: IngestBatch) -> None:
+        assert isinstance(batch.taps, torch.Tensor), "taps stay in the engine's library"
+        super().ingest(
+            IngestBatch(batch.taps.numpy(), batch.rows, batch.past_lengths, batch.query_lengths),
+        )
+
+    def draft(self, batch: DraftBatch) -> DraftOutput:
+        output = super().draft(batch)
+        return DraftOutput(
+            draft_ids=torch.tensor(output.draft_ids),
+            draft_logits=torch.tensor(output.draft_logits),
+            confidence_logits=torch.tensor(output.confidence_logits),
+        )
+
+
+def outputs_of(target: Any, drafter: Any, config: SchedulerConfig) -> dict[str, Any]:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.9, "top_p": 0.9},
+        {"temperature": 1.2, "top_k": 5, "min_p": 0.05, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+        {"temperature": 0.7, "logit_bias": {3: -100.0}, "bad_words": ((1, 2),), "min_tokens": 5, "num_log_probs": 3},
+        {"temperature": 1.0},
+        {"presence_penalty": 0.5, "num_log_probs": 0},
+    ]
+    requests = [
+        GenerationRequest(
+            request_id=str(index),
+            prompt_ids=tuple(range(1 + index)),
+            sampling=SamplingParams(max_tokens=20, seed=index, **each),
+        )
+        for index, each in enumerate(settings)
+    ]
+    loop = make_loop(target(LANGUAGE, LIMITS), drafter(LANGUAGE, LIMITS, gamma=5), config, eos_token_ids=[7])
+    return run(loop, requests)
+
+
+@pytest.mark.parametrize("mode", ["off", "fixed", "early_stop", "lagged_budget"])
+def test_tensors_give_the_same_tokens_and_log_probs(mode: Any) -> None:
+    on_numpy = outputs_of(ToyTarget, ToyDrafter, SchedulerConfig(mode))
+    on_torch = outputs_of(TorchTarget, TorchDrafter, SchedulerConfig(mode))
+    for name, expected in on_numpy.items():
+        assert on_torch[name].token_ids == expected.token_ids
+        assert on_torch[name].text == expected.text
+        np.testing.assert_allclose(on_torch[name].log_probs, expected.log_probs, atol=1e-5)
+        assert [[token for token, _ in top] for top in on_torch[name].top_log_probs] == [
+            [token for token, _ in top] for top in expected.top_log_probs
+        ]
+        assert isinstance(on_torch[name].token_ids[0], int)
+
+
+def test_the_runtime_imports_no_array_library_but_numpy() -> None:
+    code = (
+        "import sys, dspark_trt.runtime.loop; "
+        "print([name for name in ('torch', 'onnxruntime', 'onnx', 'tensorrt', 'pydantic') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
