@@ -21,6 +21,7 @@ ELEMENT_BYTES: dict[ElementType, int] = {
     "bfloat16": 2,
     "float32": 4,
 }
+POINTER_ALIGNMENT = 16  # bytes
 WORKSPACE_ALIGNMENT = 256
 Extents = Mapping[str, int]
 
@@ -35,6 +36,11 @@ class Tensor:
 
     def shape_in(self, extents: Extents) -> tuple[int, ...]:
         return tuple(extents[size] if isinstance(size, str) else size for size in self.shape)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether kernels count on POINTER_ALIGNMENT. Vectors may stand anywhere: nothing is gained there."""
+        return len(self.shape) > 1
 
     def num_bytes(self, extents: Extents) -> int:
         return math.prod(self.shape_in(extents)) * ELEMENT_BYTES[self.element_type]

@@ -20,9 +20,13 @@ CONFIDENCE = "confidence_head.proj"
 
 BLOCK_V = 128  # tokens of a tile
 BLOCK_CANDIDATES = 64  # the same with top_n, where no request shares its rows with another
-REQUEST_BLOCKS = {16: 4, 64: 8}  # requests of a program and its warps
+# Requests of a program and its warps; the smallest block that holds all requests is taken, else the largest.
+REQUEST_BLOCKS = {16: 4, 64: 8}
+REQUEST_BLOCKS_FLOAT32 = {16: 4, 32: 8}  # no tensor cores: a larger block does not fit the registers
+PROJECTED_OUT = 64  # outputs of a projection that a program computes
+FEATURE_BLOCK = {"BLOCK_R": 16, "BLOCK_OUT": 32}  # requests and outputs of a feature's program
 BLOCK_D = 1024  # hidden entries that the confidence reads at a time
-BLOCK_SELECT = 2048  # base logits that the selection reads at a time
+BLOCK_SELECT = 4096  # base logits that the selection reads at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,14 @@ class MarkovHeadOperation:
     @property
     def _num_tiles(self) -> int:
         return -(-self._num_places // self._tile_size)
+
+    @property
+    def _request_blocks(self) -> Mapping[int, int]:
+        return REQUEST_BLOCKS_FLOAT32 if self.form.weight_type == "float32" else REQUEST_BLOCKS
+
+    def _request_block(self, count: int) -> int:
+        blocks = self._request_blocks
+        return next((block for block in blocks if count <= block), max(blocks))
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -129,23 +141,23 @@ class MarkovHeadOperation:
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         kernels = []
-        for block, num_warps in REQUEST_BLOCKS.items():
+        num_stages = 2 if self.form.weight_type == "float32" else 3
+        for block, num_warps in self._request_blocks.items():
             size = {"BLOCK_R": block}
             if self._is_projected:
+                constants = size | {"BLOCK_OUT": PROJECTED_OUT}
                 kernels.append(
-                    Kernel(f"project_hidden_{block}", "kernel_features.project_hidden", size | {"BLOCK_OUT": 64})
+                    Kernel(
+                        f"project_hidden_{block}", "kernel_features.project_hidden", constants, num_warps, num_stages
+                    )
                 )
             if not self.form.top_n:
-                kernels.append(Kernel(f"tile_logits_{block}", "kernel.tile_logits", size, num_warps))
+                kernels.append(Kernel(f"tile_logits_{block}", "kernel.tile_logits", size, num_warps, num_stages))
         if self._is_projected:
-            feature = (
-                "kernel_features.gated_feature"
-                if self.form.head_type == "gated"
-                else "kernel_features.recurrent_feature"
-            )
-            kernels.append(Kernel("feature", feature, {"BLOCK_R": 16, "BLOCK_OUT": 32}))
+            feature = "gated_feature" if self.form.head_type == "gated" else "recurrent_feature"
+            kernels.append(Kernel("feature", f"kernel_features.{feature}", FEATURE_BLOCK, num_warps=8))
         if self.form.top_n:
-            kernels.append(Kernel("select_candidates", "kernel_candidates.select_candidates", num_warps=8))
+            kernels.append(Kernel("select_candidates", "kernel_candidates.select_candidates", num_warps=16))
             kernels.append(Kernel("candidate_logits", "kernel_candidates.candidate_logits"))
         kernels.append(Kernel("draw_token", "kernel.draw_token", num_warps=8))
         if self.form.has_confidence_head:
@@ -196,20 +208,21 @@ class MarkovHeadOperation:
         form, num_requests = self.form, extents["R"]
         if num_requests == 0:
             return ()
-        block = request_block(num_requests)
+        block = self._request_block(num_requests)
         request_blocks = -(-num_requests // block)
         launches = []
         if form.top_n:
             launches.append(Launch("select_candidates", (num_requests * form.gamma, 1)))
         if self._is_projected:
             num_rows = num_requests * form.gamma
-            row_block = request_block(num_rows)
-            grid = (-(-num_rows // row_block), -(-self._num_projected // 64))
+            row_block = self._request_block(num_rows)
+            grid = (-(-num_rows // row_block), -(-self._num_projected // PROJECTED_OUT))
             launches.append(Launch(f"project_hidden_{row_block}", grid, {"num_rows": num_rows}))
         for slot in range(form.gamma):
             of_slot = {"num_requests": num_requests, "slot": slot}
             if self._is_projected:
-                grid = (-(-num_requests // 16), -(-form.markov_rank // 32))
+                block_r, block_out = FEATURE_BLOCK.values()
+                grid = (-(-num_requests // block_r), -(-form.markov_rank // block_out))
                 launches.append(Launch("feature", grid, of_slot))
             if form.top_n:
                 launches.append(Launch("candidate_logits", (num_requests, self._num_tiles), {"slot": slot}))
@@ -219,8 +232,3 @@ class MarkovHeadOperation:
         if form.has_confidence_head:
             launches.append(Launch("confidence", (num_requests, form.gamma)))
         return tuple(launches)
-
-
-def request_block(count: int) -> int:
-    """Requests of one program: the smallest block that holds all of them, else the largest."""
-    return next((block for block in REQUEST_BLOCKS if count <= block), max(REQUEST_BLOCKS))

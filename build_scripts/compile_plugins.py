@@ -1,0 +1,119 @@
+"""Compile the plugins' kernels for every supported GPU architecture, on a machine with or without a GPU.
+
+    python build_scripts/compile_plugins.py --output build/plugins               # one bundle for each form below
+    python build_scripts/compile_plugins.py --report plugins/resources.json      # registers, shared memory, stack
+    python build_scripts/compile_plugins.py --form qwen3-8b --sm 90 --output build/plugins
+
+An engine build compiles the form of its own graph through dspark_trt_plugins.compile and embeds the result; the forms here are those
+that the resource report and the microbenchmark look at. Exit status 4: a kernel spills registers or takes more shared memory
+than a block may have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
+
+from dspark_trt_plugins.bundle import KernelBundle
+from dspark_trt_plugins.compile import SHARED_BYTES_LIMIT, SUPPORTED_SMS, compile_operation, resources
+from dspark_trt_plugins.markov_head.form import MarkovHeadForm
+from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
+from dspark_trt_plugins.operation import Operation
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
+from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
+
+
+def qwen3_8b(**changes: Any) -> MarkovHeadOperation:
+    sizes = {"gamma": 7, "vocab_size": 151936, "markov_rank": 256, "hidden_size": 4096, "weight_type": "bfloat16"}
+    return MarkovHeadOperation(MarkovHeadForm(**{**sizes, **changes}))
+
+
+FORMS: dict[str, Operation] = {
+    "smollm2-135m": qwen3_8b(vocab_size=49152, markov_rank=64, hidden_size=576),
+    "qwen3-8b": qwen3_8b(),
+    "qwen3-8b-bfloat16-logits": qwen3_8b(logits_type="bfloat16"),
+    "qwen3-8b-top-2048": qwen3_8b(top_n=2048),
+    "qwen3-8b-gated-float16": qwen3_8b(head_type="gated", weight_type="float16"),
+    "qwen3-8b-rnn": qwen3_8b(head_type="rnn"),
+    "qwen3-8b-rnn-float32": qwen3_8b(head_type="rnn", weight_type="float32"),
+    "qwen3-8b-without-head": qwen3_8b(markov_rank=0),
+    "prefix-select-early-stop": PrefixSelectOperation(PrefixSelectForm(7, "early_stop")),
+    "prefix-select-lagged-budget": PrefixSelectOperation(PrefixSelectForm(7, "lagged_budget")),
+}
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--form", action="append", choices=list(FORMS), help="one form, repeatable; default: all")
+    parser.add_argument("--sm", action="append", type=int, choices=SUPPORTED_SMS, help="repeatable; default: all")
+    parser.add_argument("--output", type=Path, help="folder that gets FORM.kernels files")
+    parser.add_argument("--report", type=Path, help="JSON file that gets the resources")
+    options = parser.parse_args(arguments)
+    report: dict[str, Any] = {"columns": ["registers", "shared_bytes", "stack_bytes"], "forms": {}}
+    failures = []
+    for name in options.form or FORMS:
+        print(f"{name}:", end="", flush=True)
+        bundle = compile_operation(FORMS[name], options.sm or SUPPORTED_SMS, _show_progress)
+        print()
+        used = usage(bundle)
+        failures += [f"{name}: {problem}" for problem in problems(used)]
+        report["compiler"] = bundle.compiler
+        report["forms"][name] = used
+        if options.output:
+            bundle.write(options.output / f"{name}.kernels")
+    if options.report:
+        _write(options.report, to_json(report))
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    return 4 if failures else 0
+
+
+def usage(bundle: KernelBundle) -> dict[str, dict[str, list[int]]]:
+    """[registers, shared bytes, stack bytes] by kernel and SM."""
+    table: dict[str, dict[str, list[int]]] = {}
+    for sm, kernels in bundle.kernels.items():
+        for kernel in kernels:
+            used = resources(kernel)
+            table.setdefault(kernel.name, {})[str(sm)] = [used.registers, used.shared_bytes, used.stack_bytes]
+    return table
+
+
+def problems(used: dict[str, dict[str, list[int]]]) -> Iterator[str]:
+    for kernel, by_sm in used.items():
+        for sm, (_, shared_bytes, stack_bytes) in by_sm.items():
+            if stack_bytes:
+                yield f"{kernel} for SM {sm} spills: {stack_bytes} bytes of stack a thread"
+            if shared_bytes > SHARED_BYTES_LIMIT[int(sm)]:
+                yield f"{kernel} for SM {sm} takes {shared_bytes} bytes of shared memory, {SHARED_BYTES_LIMIT[int(sm)]} allowed"
+
+
+def to_json(report: dict[str, Any]) -> str:
+    """Indented, but each kernel's table in one line."""
+    text = json.dumps(report, indent=1, sort_keys=True)
+    for used in report["forms"].values():
+        for by_sm in used.values():
+            flat = json.dumps(by_sm, sort_keys=True)
+            indented = json.dumps(by_sm, indent=1, sort_keys=True).replace("\n", "\n   ")
+            text = text.replace(indented, flat)
+    return text + "\n"
+
+
+def _show_progress(sm: int, kernel: str) -> None:
+    print(f" {kernel}/{sm}", end="", flush=True)
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".partial")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,24 @@
+"""MarkovHead as a TensorRT plugin. README.md says what was run of it and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dspark_trt_plugins import trt_plugin
+from dspark_trt_plugins.bundle import KernelBundle
+from dspark_trt_plugins.markov_head.form import MarkovHeadForm
+from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
+from dspark_trt_plugins.operation import form_from_attributes
+
+NAME = "MarkovHead"
+
+
+def operation(attributes: Mapping[str, int | str]) -> MarkovHeadOperation:
+    """Raises ValueError when the attributes are not those of a form."""
+    return MarkovHeadOperation(form_from_attributes(MarkovHeadForm, attributes))
+
+
+def register(trt: Any, bundles: Sequence[KernelBundle] = ()) -> None:
+    """Let `trt` make this plugin. Parsing a graph needs a bundle of its form; running an engine needs none."""
+    trt_plugin.register(trt, NAME, MarkovHeadForm, operation, bundles)
