@@ -97,7 +97,7 @@ class DraftBlock:
         """
         xp = array_namespace(self.draft_logits)
         temperatures = [self.temperatures[row] for row in rows]
-        greedy = [at for at, temperature in enumerate(temperatures) if is_greedy(temperature)]
+        greedy = [at for at, temperature in enumerate(temperatures) if temperature == 0.0]
         logits = take_rows(self.draft_logits[:, slot, :], rows)
         if len(greedy) == len(rows):
             probs = xp.zeros_like(logits)

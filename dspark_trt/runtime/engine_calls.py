@@ -69,8 +69,10 @@ class EngineCalls:
         for state, num_positions in zip(pending.states, pending.num_positions, strict=True):
             self.context_cache.commit(state.row, num_positions)
 
-    def draft(self, states: Sequence[RequestState]) -> DraftBlock:
-        """One draft block for each request; its context holds everything up to the anchor."""
+    def draft(self, states: Sequence[RequestState]) -> DraftBlock | None:
+        """One draft block for each request, whose context holds everything up to the anchor; None without requests."""
+        if not states:
+            return None
         assert self.drafter is not None, "caps are 0 without a drafter"
         rows = [state.row for state in states]
         assert (self.context_cache.committed[rows] == self.target_cache.committed[rows]).all(), "context lags behind"

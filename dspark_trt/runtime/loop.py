@@ -12,18 +12,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.engines.protocol import DraftEngine, TargetEngine, TargetOutput
+from dspark_trt.engines.protocol import DraftEngine, TargetEngine
 from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock
-from dspark_trt.runtime.emission import Emission, emit_end, emit_result
+from dspark_trt.runtime.emission import Decode, Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
 from dspark_trt.runtime.prefix_scheduler import PrefixScheduler, SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, validate
 from dspark_trt.runtime.slots import Slots
 from dspark_trt.runtime.state import Phase, RequestState, new_state
-from dspark_trt.runtime.text_stream import Decode
 from dspark_trt.runtime.verification import Segment, StepPlan, pack, plan_step, step_ms
 from dspark_trt.steptable.table import StepTable
 
@@ -66,7 +65,12 @@ class DecodingLoop:
         self._step_table = step_table
         self._scheduler: PrefixScheduler | None = None
         if self._max_verify_len:
-            _check_drafting(self._gamma, step_table, temperatures, scheduler)
+            if len(temperatures) != self._gamma:
+                raise RecipeError(
+                    f"confidence temperatures: expected one for each of {self._gamma} slots, found {len(temperatures)}"
+                )
+            if scheduler.is_adaptive and step_table is None:
+                raise RecipeError(f"scheduler {scheduler.mode!r}: expected a step table, found none; use mode 'fixed'")
             self._scheduler = PrefixScheduler(scheduler, temperatures=temperatures, num_rows=limits.max_slots)
         self._queue: deque[RequestState] = deque()
         self._states: dict[str, RequestState] = {}  # all that are not finished, by request id
@@ -121,9 +125,10 @@ class DecodingLoop:
             try:
                 self._engines.ingest()  # the drafter's context follows, whether this step drafts or not
                 plan = self._plan()
-                block = self._draft(plan)
+                block = self._engines.draft(plan.drafting)
                 verify_lens = self._schedule(plan, block)
-                segments, output = self._verify(plan, verify_lens, block)
+                batch, segments = pack(plan, verify_lens, block, self._engines.target_cache)
+                output = self._engines.verify(batch, segments)
                 results = accept(segments, output.logits, block)
                 self._commit(segments, results)
                 self._emit(segments, results)
@@ -179,9 +184,6 @@ class DecodingLoop:
             chunk.state.draw_words(num_slots=1)
         return plan
 
-    def _draft(self, plan: StepPlan) -> DraftBlock | None:
-        return self._engines.draft(plan.drafting) if plan.num_drafting else None
-
     def _schedule(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
         """verify_len of every request that decodes, [R]."""
         verify_lens = np.zeros(len(plan.decode), dtype=np.int64)
@@ -199,12 +201,6 @@ class DecodingLoop:
             step_ms=None if table is None else step_ms(plan, table, int(caps.sum())),
         )
         return verify_lens
-
-    def _verify(
-        self, plan: StepPlan, verify_lens: NDArray[np.int64], block: DraftBlock | None
-    ) -> tuple[list[Segment], TargetOutput]:
-        batch, segments = pack(plan, verify_lens, block, self._engines.target_cache)
-        return segments, self._engines.verify(batch, segments)
 
     def _commit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """Make valid what was accepted: prompt tokens, or the anchor and the accepted drafts."""
@@ -253,12 +249,3 @@ class DecodingLoop:
                 self.totals.num_rows_moved += 1
             except EngineCallFailed:
                 self._end(move.occupant, emit_end(move.occupant, "error", ENGINE_FAILED))
-
-
-def _check_drafting(
-    gamma: int, step_table: StepTable | None, temperatures: Sequence[float], config: SchedulerConfig
-) -> None:
-    if len(temperatures) != gamma:
-        raise RecipeError(f"confidence temperatures: expected one for each of {gamma} slots, found {len(temperatures)}")
-    if config.is_adaptive and step_table is None:
-        raise RecipeError(f"scheduler mode {config.mode!r}: expected a step table, found none; use mode 'fixed'")

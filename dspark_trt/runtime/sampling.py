@@ -118,11 +118,11 @@ def target_probs(logits: Array, params: Sequence[SamplingParams]) -> Array:
 def softmax_weights(logits: Array, temperatures: Sequence[float]) -> Array:
     """exp((logits - max) / temperature): softmax without its denominator; the largest weight of a row is 1. [A, V]
 
-    Greedy rows are computed at temperature 1, for the caller to replace.
+    Rows of temperature 0 are computed at temperature 1, for the caller to replace.
     """
     xp = array_namespace(logits)
     divisors = xp.asarray(
-        [[1.0 if is_greedy(temperature) else temperature] for temperature in temperatures],
+        [[temperature or 1.0] for temperature in temperatures],
         dtype=logits.dtype,
         device=device(logits),
     )

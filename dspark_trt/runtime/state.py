@@ -16,12 +16,12 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.runtime.emission import Decode, TextStream
 from dspark_trt.runtime.metrics import RequestStatistics
 from dspark_trt.runtime.request import MAX_SEED, GenerationRequest, SamplingParams
 from dspark_trt.runtime.rng import RngKey, random_words, request_key
 from dspark_trt.runtime.sampling import LogitProcessors
 from dspark_trt.runtime.slots import NO_ROW
-from dspark_trt.runtime.text_stream import Decode, TextStream
 
 
 class Phase(Enum):
