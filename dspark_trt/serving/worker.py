@@ -95,13 +95,14 @@ class Worker:
         self._outbox.put(_Close())
 
     def _step(self, loop: DecodingLoop) -> None:
-        for emission in loop.step():
+        emissions = loop.step()
+        self._after_step(loop)  # first: whoever has an answer finds it in the metrics
+        for emission in emissions:
             self._deliver(emission)
         if loop.totals.num_steps % _CANCEL_POLL_STEPS == 0:
             for ticket in self._tickets.values():
                 if ticket.reply.is_cancelled():
                     loop.cancel(ticket.request_id)
-        self._after_step(loop)
 
     def _take_commands(self, loop: DecodingLoop) -> bool:
         """Obey every command that has come; wait for one while there is no work. False: close."""
