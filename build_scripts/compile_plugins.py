@@ -3,10 +3,11 @@
     python build_scripts/compile_plugins.py --output build/plugins               # one bundle for each form below
     python build_scripts/compile_plugins.py --report plugins/resources.json      # registers, shared memory, stack
     python build_scripts/compile_plugins.py --form qwen3-8b --sm 90 --output build/plugins
+    python build_scripts/compile_plugins.py --graph graphs/drafter_draft.onnx --sm 90 --output build/plugins
 
-An engine build compiles the form of its own graph through dspark_trt_plugins.compile and embeds the result; the forms here are those
-that the resource report and the microbenchmark look at. Exit status 4: a kernel spills registers or takes more shared memory
-than a block may have.
+An engine build compiles the forms of its own graph through dspark_trt_plugins.compile and embeds the result; the named forms are
+those that the resource report and the microbenchmark look at. Exit status 4: a kernel spills registers or takes more shared
+memory than a block may have.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
 
+import onnx
 from dspark_trt_plugins.bundle import KernelBundle
 from dspark_trt_plugins.compile import SHARED_BYTES_LIMIT, SUPPORTED_SMS, compile_operation, resources
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
@@ -28,6 +30,7 @@ from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.operation import Operation
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
+from dspark_trt_plugins.registry import operations_in
 
 
 def qwen3_8b(**changes: Any) -> MarkovHeadOperation:
@@ -51,16 +54,21 @@ FORMS: dict[str, Operation] = {
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--form", action="append", choices=list(FORMS), help="one form, repeatable; default: all")
+    parser.add_argument("--form", action="append", choices=list(FORMS), help="a named form, repeatable; default: all")
+    parser.add_argument("--graph", type=Path, help="instead of named forms: those of the dspark nodes of an ONNX file")
     parser.add_argument("--sm", action="append", type=int, choices=SUPPORTED_SMS, help="repeatable; default: all")
-    parser.add_argument("--output", type=Path, help="folder that gets FORM.kernels files")
+    parser.add_argument("--output", type=Path, help="folder that gets NAME.kernels files")
     parser.add_argument("--report", type=Path, help="JSON file that gets the resources")
     options = parser.parse_args(arguments)
     report: dict[str, Any] = {"columns": ["registers", "shared_bytes", "stack_bytes"], "forms": {}}
     failures = []
-    for name in options.form or FORMS:
+    operations = {name: FORMS[name] for name in options.form or FORMS}
+    if options.graph:
+        model = onnx.load(options.graph, load_external_data=False)
+        operations = {operation.name: operation for operation in operations_in(model)}
+    for name, operation in operations.items():
         print(f"{name}:", end="", flush=True)
-        bundle = compile_operation(FORMS[name], options.sm or SUPPORTED_SMS, _show_progress)
+        bundle = compile_operation(operation, options.sm or SUPPORTED_SMS, _show_progress)
         print()
         used = usage(bundle)
         failures += [f"{name}: {problem}" for problem in problems(used)]

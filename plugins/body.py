@@ -11,9 +11,12 @@ from onnx import helper, numpy_helper
 
 
 class Body:
-    """Collects nodes under fresh value names; `branch` opens a sub-graph that sees the names outside."""
+    """Collects nodes under fresh value names; `branch` opens a sub-graph that sees the names outside.
 
-    def __init__(self, prefix: str = "") -> None:
+    TensorRT wants names that no other function body of the graph has: give each body its own prefix.
+    """
+
+    def __init__(self, prefix: str) -> None:
         self.nodes: list[onnx.NodeProto] = []
         self._prefix = prefix
         self._count = 0

@@ -45,7 +45,7 @@ def markov_head_function(form: MarkovHeadForm) -> onnx.FunctionProto:
 
     Source: paper section 3.1, eq. 4-7.
     """
-    body = Body()
+    body = Body(f"{NAME}/")
     steps = _Steps(form, body)
     previous = "anchor_ids"
     ids, logits, embeddings = [], [], []

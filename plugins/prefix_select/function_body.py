@@ -59,7 +59,7 @@ def _attributes(form: PrefixSelectForm) -> dict[str, int | str]:
 class _Writer:
     def __init__(self, form: PrefixSelectForm) -> None:
         self._form = form
-        self._body = Body()
+        self._body = Body(f"{NAME}/")
 
     @property
     def nodes(self) -> list[onnx.NodeProto]:

@@ -1,0 +1,65 @@
+"""All operations by the name of their ONNX node: finding them in a graph, registering their TensorRT plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import onnx
+from dspark_trt_plugins.bundle import KernelBundle
+from dspark_trt_plugins.markov_head import plugin as markov_head_plugin
+from dspark_trt_plugins.operation import Operation
+from dspark_trt_plugins.prefix_select import plugin as prefix_select_plugin
+from dspark_trt_plugins.trt_plugin import NAMESPACE, VERSION, unregister
+
+_PLUGINS: Mapping[str, ModuleType] = {plugin.NAME: plugin for plugin in (markov_head_plugin, prefix_select_plugin)}
+_NOT_OF_THE_FORM = {"plugin_namespace", "plugin_version"}
+
+
+def operations_in(model: onnx.ModelProto) -> list[Operation]:
+    """One operation for each node that a plugin can take: what kernels have to be compiled for this graph.
+
+    Raises ValueError for a node of our domain that is none of ours.
+    """
+    operations = []
+    for node in model.graph.node:
+        if node.domain != NAMESPACE:
+            continue
+        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        version = attributes.get("plugin_version", b"").decode()
+        if node.op_type not in _PLUGINS or version != VERSION:
+            raise ValueError(
+                f"node {node.name}: expected {NAMESPACE}::{' or '.join(_PLUGINS)} of version {VERSION}, found "
+                f"{NAMESPACE}::{node.op_type} of version {version!r}; export the graph again"
+            )
+        form = {
+            name: value.decode() if isinstance(value, bytes) else value
+            for name, value in attributes.items()
+            if name not in _NOT_OF_THE_FORM
+        }
+        operations.append(_PLUGINS[node.op_type].operation(form))
+    return operations
+
+
+def check_kernels(model: onnx.ModelProto, bundles: Sequence[KernelBundle]) -> None:
+    """Raises ValueError when a node has no bundle of its form, of which the parser would say that it cannot be created."""
+    found = [(bundle.operation, dict(bundle.attributes)) for bundle in bundles]
+    for operation in operations_in(model):
+        if (operation.name, dict(operation.attributes)) not in found:
+            raise ValueError(
+                f"{operation.name}: expected compiled kernels of {dict(operation.attributes)}, found "
+                f"{found or 'none'}; compile them with build_scripts/compile_plugins.py --graph"
+            )
+
+
+def register_plugins(trt: Any, bundles: Sequence[KernelBundle] = ()) -> None:
+    """Let `trt` make all plugins. Running an engine needs no bundles; before parsing a graph call `check_kernels`."""
+    for name, plugin in _PLUGINS.items():
+        plugin.register(trt, [bundle for bundle in bundles if bundle.operation == name])
+
+
+def unregister_plugins(trt: Any) -> None:
+    """From now on the parser inlines the function bodies."""
+    for name in _PLUGINS:
+        unregister(trt, name)
