@@ -78,7 +78,8 @@ def build(
             keys[stage.name], was_built = _complete(stage, context, keys, verify, progress)
             progress(stage.name, 1.0)
             results.append(StageResult(stage.name, was_built, time.perf_counter() - start))
-        summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=recipe.model_dump(), stages=keys)
+        resolved = recipe.model_copy(update={"max_seq_len": context.limits.max_seq_len})
+        summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=resolved.model_dump(), stages=keys)
         write_atomically(output / MANIFEST_NAME, summary.model_dump_json(indent=1) + "\n")
     return results
 

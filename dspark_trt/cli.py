@@ -61,7 +61,9 @@ def build(
         str | None, typer.Option(help="dspark | tensorrt_llm: name of the engine model in Triton  [default: dspark]")
     ] = None,
     max_slots: Annotated[int | None, typer.Option(help="Requests decoded at once  [default: 32]")] = None,
-    max_seq_len: Annotated[int | None, typer.Option(help="Positions of a request  [default: 4096]")] = None,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="Positions of a request  [default: 4096, or the target's limit]")
+    ] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Packed tokens of a step  [default: 512]")] = None,
     num_threads: Annotated[int | None, typer.Option(help="Threads of an engine  [default: the cores here]")] = None,
     verify: Annotated[bool, typer.Option(help="Hash what is kept again.")] = False,
@@ -196,7 +198,8 @@ def serve(
     metrics_port: Annotated[int, typer.Option(help="Prometheus metrics.")] = 8002,
     address: Annotated[str, typer.Option(help="Address that all three bind to.")] = "127.0.0.1",
     scheduler: Annotated[
-        str | None, typer.Option(help="early_stop | lagged_budget | off | fixed  [default: early_stop]")
+        str | None,
+        typer.Option(help="early_stop | lagged_budget | off | fixed | fixed:K | threshold:C  [default: early_stop]"),
     ] = None,
 ) -> None:
     """Serve a build with Triton Inference Server until interrupted."""

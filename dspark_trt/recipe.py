@@ -26,7 +26,7 @@ class BuildRecipe(BaseModel):
     backend: Backend = "auto"
     precision: Precision = "fp32"
     max_slots: int = Field(default=32, ge=1, le=1024)
-    max_seq_len: int = Field(default=4096, ge=16)
+    max_seq_len: int | None = Field(default=None, ge=16)  # None: 4096, or the target's own limit where that is less
     max_batch_tokens: int = Field(default=512, ge=16)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     engine_model_name: Literal["dspark", "tensorrt_llm"] = "dspark"

@@ -15,7 +15,7 @@ from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.pairing import check_pairing
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.checkpoints.spec_json import spec_to_json
+from dspark_trt.checkpoints.spec_json import spec_to_json, target_spec_from_json
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
 from dspark_trt.engines.protocol import EngineLimits
@@ -27,6 +27,8 @@ from dspark_trt.recipe import BuildRecipe
 from dspark_trt.steptable.profile import profile
 
 StageProgress = Callable[[float], None]
+
+DEFAULT_MAX_SEQ_LEN = 4096
 
 
 class Context:
@@ -46,9 +48,13 @@ class Context:
         check_pairing(self.target, drafter)
         return drafter
 
-    @property
+    @cached_property
     def limits(self) -> EngineLimits:
-        return EngineLimits(self.recipe.max_slots, self.recipe.max_seq_len, self.recipe.max_batch_tokens)
+        """Read after the stage `checkpoints`, whose target.json tells the target's own limit."""
+        recipe = self.recipe
+        spec = target_spec_from_json(json.loads((self.output / "checkpoints" / "target.json").read_text()))
+        max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, spec.decoder.max_position_embeddings)
+        return EngineLimits(recipe.max_slots, max_seq_len, recipe.max_batch_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,11 @@ def test_failed_first_build_of_a_missing_target_says_what_to_do(recipe: BuildRec
         build(recipe.model_copy(update={"target": str(tmp_path / "none" / "x" / "y")}), tmp_path / "out")
 
 
+def test_default_length_follows_a_target_of_short_context(recipe: BuildRecipe, tmp_path: Path) -> None:
+    build(recipe.model_copy(update={"max_seq_len": None}), tmp_path / "out")
+    assert inspect_build(tmp_path / "out")["recipe"]["max_seq_len"] == 512
+
+
 def test_inspect_tells_the_whole_chain(finished: Path) -> None:
     description = inspect_build(finished, verify=True)
     assert json.loads(json.dumps(description)) == description
