@@ -119,8 +119,13 @@ def test_failed_stage_leaves_the_old_folder_and_nothing_half_written(tmp_path: P
     destination = tmp_path / "graphs"
     destination.mkdir()
     (destination / "old").touch()
-    with pytest.raises(KeyboardInterrupt), replace_folder(destination) as scratch:
-        (scratch / "new").touch()
-        raise KeyboardInterrupt
+
+    def write_half() -> None:
+        with replace_folder(destination) as scratch:
+            (scratch / "new").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_half()
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
     assert (destination / "old").exists()
