@@ -20,11 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
-
 import onnx
-from dspark_trt_plugins.bundle import KernelBundle
-from dspark_trt_plugins.compile import SHARED_BYTES_LIMIT, SUPPORTED_SMS, compile_operation, resources
+from dspark_trt_plugins.bundle import SHARED_BYTES_LIMIT, SUPPORTED_SMS, KernelBundle
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.operation import Operation
@@ -60,6 +57,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--output", type=Path, help="folder that gets NAME.kernels files")
     parser.add_argument("--report", type=Path, help="JSON file that gets the resources")
     options = parser.parse_args(arguments)
+    os.environ.pop("TRITON_INTERPRET", None)  # read when Triton is imported
+    from dspark_trt_plugins.compile import compile_operation
+
     report: dict[str, Any] = {"columns": ["registers", "shared_bytes", "stack_bytes"], "forms": {}}
     failures = []
     operations = {name: FORMS[name] for name in options.form or FORMS}
@@ -85,6 +85,8 @@ def main(arguments: list[str]) -> int:
 
 def usage(bundle: KernelBundle) -> dict[str, dict[str, list[int]]]:
     """[registers, shared bytes, stack bytes] by kernel and SM."""
+    from dspark_trt_plugins.compile import resources
+
     table: dict[str, dict[str, list[int]]] = {}
     for sm, kernels in bundle.kernels.items():
         for kernel in kernels:

@@ -14,6 +14,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+SUPPORTED_SMS = (80, 86, 89, 90, 100, 120)
+# Shared memory that one block may have, in bytes (CUDA programming guide, technical specifications).
+SHARED_BYTES_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 SCHEMA_VERSION = 1
 _INDEX = "kernels.json"
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # the same kernels make the same bytes
@@ -35,7 +38,7 @@ class KernelBundle:
     operation: str
     attributes: Mapping[str, int | str]  # of the form that the kernels were compiled for
     compiler: str
-    kernels: Mapping[int, tuple[CompiledKernel, ...]]  # by SM: 80, 86, 89, 90, 100, 120
+    kernels: Mapping[int, tuple[CompiledKernel, ...]]  # by SM
 
     def for_device(self, major: int, minor: int) -> tuple[CompiledKernel, ...]:
         """Kernels that run on compute capability major.minor.

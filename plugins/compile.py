@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import triton
-from dspark_trt_plugins.bundle import CompiledKernel, KernelBundle
+from dspark_trt_plugins.bundle import SUPPORTED_SMS, CompiledKernel, KernelBundle
 from dspark_trt_plugins.operation import POINTER_ALIGNMENT, Kernel, Operation, kernel_function
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-SUPPORTED_SMS = (80, 86, 89, 90, 100, 120)
-# Shared memory that one block may have, in bytes (CUDA programming guide, technical specifications).
-SHARED_BYTES_LIMIT = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 # Fused multiply-add is Triton's default today and will not be tomorrow; the numbers must not change with it.
 FP_FUSION = True
 WARP_SIZE = 32

@@ -65,6 +65,11 @@ def unregister(trt: Any, name: str) -> None:
     trt.get_plugin_registry().deregister_creator(_registered(trt).pop(name))
 
 
+def plugin_type(trt: Any) -> type:
+    """The plugin class; made of an operation and its bundle."""
+    return _classes(trt)[0]
+
+
 @functools.cache
 def _registered(trt: Any) -> dict[str, Any]:
     """Creators by name. TensorRT keeps no reference to them."""

@@ -16,7 +16,9 @@ import torch
 import triton.language as tl
 from dspark_trt_plugins.operation import Operation, Tensor, extents_of, kernel_function
 from numpy.typing import NDArray
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+
+assert isinstance(tl.sum, InterpretedFunction), "triton was imported before TRITON_INTERPRET was set"
 
 TORCH_TYPES = {name: getattr(torch, name) for name in ("bool", "int32", "int64", "float16", "bfloat16", "float32")}
 GUARD = 512  # elements before and behind every tensor

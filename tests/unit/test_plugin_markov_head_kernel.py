@@ -105,6 +105,7 @@ def test_non_finite_logits_never_yield_a_token_outside_the_vocabulary(rank: int,
     assert (found["draft_ids"][:, 1] == 1).all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 @pytest.mark.parametrize("head_type", ["gated", "rnn"])
 def test_non_finite_hidden_states_and_weights_never_yield_a_token_outside_the_vocabulary(head_type: Any) -> None:
     form = head_form(200, 4, head_type, gamma=4, weight_type="bfloat16")
