@@ -139,7 +139,8 @@ def _test_drafts(slot: int, inside: list[_Trial], probs: Array, block: DraftBloc
     """Positions in `inside` whose draft is accepted, and those whose draft is rejected.
 
     The rows of `probs` (p_t) that belong to a rejection are replaced by the residual, in place.
-    A draft whose p_d is not finite counts as not proposed: that is decided by its logits, not by its token.
+    A draft that its own p_d excludes, or whose p_d is NaN, comes from a drafter out of order: it counts as not proposed,
+    and the token is drawn from p_t.
     """
     tested = [at for at, trial in enumerate(inside) if trial.has_draft(slot)]
     if not tested:
@@ -151,7 +152,7 @@ def _test_drafts(slot: int, inside: list[_Trial], probs: Array, block: DraftBloc
     p_d = to_host(draft_probs[xp.arange(len(tested), device=device(probs)), _index(draft_ids, probs)])
     p_t = to_host(probs[_index(tested, probs), _index(draft_ids, probs)])
     tests = np.array([inside[at].uniform(slot, Purpose.ACCEPT) for at in tested])
-    is_proposed = np.isfinite(p_d)
+    is_proposed = p_d > 0
     is_accepted = is_proposed & (tests * p_d < p_t)
     rejections = np.flatnonzero(is_proposed & ~is_accepted).tolist()
     rejected = [tested[index] for index in rejections]

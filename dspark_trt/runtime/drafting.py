@@ -102,7 +102,7 @@ class DraftBlock:
         if len(greedy) == len(rows):
             probs = xp.zeros_like(logits)
         else:
-            with np.errstate(invalid="ignore"):
+            with np.errstate(invalid="ignore", over="ignore"):
                 probs = softmax_weights(logits, temperatures)
                 probs /= xp.sum(probs, axis=-1, keepdims=True)
         for at in greedy:

@@ -117,12 +117,13 @@ def pack(
     token_ids: list[int] = []
     logit_rows: list[int] = []
     segments = []
+    num_drafting = plan.num_drafting
     for index, (state, verify_len) in enumerate(zip(plan.decode, verify_lens.tolist(), strict=True)):
         draft_ids = block.draft_ids[index, :verify_len].tolist() if block is not None and verify_len else []
         first_token, first_logit = len(token_ids), len(logit_rows)
         token_ids += [state.anchor_id, *draft_ids]
         logit_rows += range(first_token, len(token_ids))
-        num_proposed = block.draft_ids.shape[1] if block is not None and index < plan.num_drafting else 0
+        num_proposed = block.draft_ids.shape[1] if block is not None and index < num_drafting else 0
         segments.append(Segment(state, first_token, 1 + verify_len, first_logit, draft_ids, index, num_proposed))
     for chunk in plan.prefill:
         state, first_token, begin = chunk.state, len(token_ids), chunk.state.num_prefilled

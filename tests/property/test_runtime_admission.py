@@ -50,7 +50,7 @@ def verify_lens(config: SchedulerConfig, step: dict[str, Any], logits: np.ndarra
     return chosen
 
 
-@settings(max_examples=600, derandomize=True, deadline=None)
+@settings(max_examples=400, derandomize=True, deadline=None)
 @given(step=steps(), config=st.sampled_from(CONFIGS), data=st.data())
 def test_admission_of_a_draft_is_unchanged_when_later_confidences_change(
     step: dict[str, Any], config: SchedulerConfig, data: Any

@@ -46,7 +46,7 @@ def plain(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@settings(max_examples=120, derandomize=True, deadline=None)
+@settings(max_examples=80, derandomize=True, deadline=None)
 @given(data=st.data(), config=st.sampled_from(CONFIGS), table=st.sampled_from([FLAT, MODERATE, STAIRS, STEEP]))
 def test_every_request_ends_with_the_targets_own_output(data: Any, config: SchedulerConfig, table: Any) -> None:
     max_slots = data.draw(st.integers(1, 4))
