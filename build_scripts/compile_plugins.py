@@ -22,36 +22,15 @@ from typing import Any
 
 import onnx
 from dspark_trt_plugins.bundle import SHARED_BYTES_LIMIT, SUPPORTED_SMS, KernelBundle
-from dspark_trt_plugins.markov_head.form import MarkovHeadForm
-from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
-from dspark_trt_plugins.operation import Operation
-from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
-from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
+from dspark_trt_plugins.named_forms import NAMED_FORMS
 from dspark_trt_plugins.registry import operations_in
-
-
-def qwen3_8b(**changes: Any) -> MarkovHeadOperation:
-    sizes = {"gamma": 7, "vocab_size": 151936, "markov_rank": 256, "hidden_size": 4096, "weight_type": "bfloat16"}
-    return MarkovHeadOperation(MarkovHeadForm(**{**sizes, **changes}))
-
-
-FORMS: dict[str, Operation] = {
-    "smollm2-135m": qwen3_8b(vocab_size=49152, markov_rank=64, hidden_size=576),
-    "qwen3-8b": qwen3_8b(),
-    "qwen3-8b-bfloat16-logits": qwen3_8b(logits_type="bfloat16"),
-    "qwen3-8b-top-2048": qwen3_8b(top_n=2048),
-    "qwen3-8b-gated-float16": qwen3_8b(head_type="gated", weight_type="float16"),
-    "qwen3-8b-rnn": qwen3_8b(head_type="rnn"),
-    "qwen3-8b-rnn-float32": qwen3_8b(head_type="rnn", weight_type="float32"),
-    "qwen3-8b-without-head": qwen3_8b(markov_rank=0),
-    "prefix-select-early-stop": PrefixSelectOperation(PrefixSelectForm(7, "early_stop")),
-    "prefix-select-lagged-budget": PrefixSelectOperation(PrefixSelectForm(7, "lagged_budget")),
-}
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--form", action="append", choices=list(FORMS), help="a named form, repeatable; default: all")
+    parser.add_argument(
+        "--form", action="append", choices=list(NAMED_FORMS), help="a named form, repeatable; default: all"
+    )
     parser.add_argument("--graph", type=Path, help="instead of named forms: those of the dspark nodes of an ONNX file")
     parser.add_argument("--sm", action="append", type=int, choices=SUPPORTED_SMS, help="repeatable; default: all")
     parser.add_argument("--output", type=Path, help="folder that gets NAME.kernels files")
@@ -62,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
     report: dict[str, Any] = {"columns": ["registers", "shared_bytes", "stack_bytes"], "forms": {}}
     failures = []
-    operations = {name: FORMS[name] for name in options.form or FORMS}
+    operations = {name: NAMED_FORMS[name] for name in options.form or NAMED_FORMS}
     if options.graph:
         model = onnx.load(options.graph, load_external_data=False)
         operations = {operation.name: operation for operation in operations_in(model)}

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compile_plugins import FORMS, problems
+from compile_plugins import problems
 from dspark_trt_plugins.bundle import SUPPORTED_SMS, read_bundle
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.markov_head.function_body import markov_head_node
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
+from dspark_trt_plugins.named_forms import NAMED_FORMS
 from dspark_trt_plugins.registry import operations_in
 from onnx import helper
 
@@ -44,13 +45,13 @@ def test_every_kernel_has_code_for_every_supported_architecture(form: str, compi
     bundle = read_bundle(compiled / f"{form}.kernels")
     assert sorted(bundle.kernels) == list(SUPPORTED_SMS)
     for kernels in bundle.kernels.values():
-        assert [kernel.name for kernel in kernels] == [kernel.name for kernel in FORMS[form].kernels]
+        assert [kernel.name for kernel in kernels] == [kernel.name for kernel in NAMED_FORMS[form].kernels]
         for kernel in kernels:
             assert kernel.cubin.startswith(b"\x7fELF")
             assert kernel.entry.encode() in kernel.cubin
             assert kernel.num_hidden_pointers == 2
             assert str(REPOSITORY).encode() not in kernel.cubin
-    assert bundle.attributes == FORMS[form].attributes
+    assert bundle.attributes == NAMED_FORMS[form].attributes
 
 
 def test_the_committed_resource_report_is_that_of_a_fresh_compilation(compiled: Path) -> None:
@@ -60,12 +61,12 @@ def test_the_committed_resource_report_is_that_of_a_fresh_compilation(compiled: 
         assert fresh["forms"][form] == committed["forms"][form]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", NAMED_FORMS)
 def test_no_kernel_spills_or_takes_more_shared_memory_than_a_block_may_have(form: str) -> None:
     used = json.loads(REPORT.read_text())["forms"][form]
     assert list(problems(used)) == []
     assert {name: {int(sm) for sm in by_sm} for name, by_sm in used.items()} == {
-        kernel.name: set(SUPPORTED_SMS) for kernel in FORMS[form].kernels
+        kernel.name: set(SUPPORTED_SMS) for kernel in NAMED_FORMS[form].kernels
     }
 
 
