@@ -184,14 +184,14 @@ def test_a_twin_that_is_one_step_ahead_does_not_steer_the_other(mode: Any) -> No
     def confidence(context: Any, seen: Any, acceptance: Any) -> list[float]:
         if len(context) == 2:  # prompt and first token
             return [0.4]
-        return [5.0 if seen[0] == 0 else -5.0]
+        return [5.0 if context[2] == 0 else -5.0]  # what the other twin is about to draw
 
     drafter = EvenDrafter(Coin(2), limits, gamma=1, confidence=confidence)
     table = step_table(lambda count: {1: 10.0, 2: 10.0, 3: 14.0, 4: 14.0}.get(count, 30.0))
     loop = make_loop(ToyTarget(Coin(2), limits), drafter, SchedulerConfig(mode), table=table)
     outputs: dict[str, Output] = {}
     for seed in range(1000):
-        params = SamplingParams(seed=seed, max_tokens=4, temperature=1.0)
+        params = SamplingParams(seed=seed, max_tokens=6, temperature=1.0)
         for name in ("first", "second"):
             loop.submit(GenerationRequest(request_id=f"{name}-{seed}", prompt_ids=(0,), sampling=params))
             collect(loop, outputs)
