@@ -21,12 +21,15 @@ from dspark_trt.log import get_logger
 from dspark_trt.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
+    STAGE_NAMES,
     BuildSummary,
     StageManifest,
     check_outputs,
     code_hash,
+    is_stage_folder,
     now,
     read_manifest,
+    read_summary,
     record_inputs,
     record_outputs,
     remove_partial,
@@ -66,8 +69,7 @@ def build(
         when `output` holds something that is not a build, or another build is running in it.
     """
     recipe = resolve(recipe)
-    _check_destination(output)
-    output.mkdir(parents=True, exist_ok=True)
+    _claim(output)
     context = Context(recipe, output)
     results: list[StageResult] = []
     keys: dict[str, str] = {}
@@ -79,7 +81,7 @@ def build(
             progress(stage.name, 1.0)
             results.append(StageResult(stage.name, was_built, time.perf_counter() - start))
         resolved = recipe.model_copy(update={"max_seq_len": context.limits.max_seq_len})
-        summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=resolved.model_dump(), stages=keys)
+        summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=resolved, stages=keys)
         write_atomically(output / MANIFEST_NAME, summary.model_dump_json(indent=1) + "\n")
     return results
 
@@ -150,18 +152,35 @@ def _versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in packages if name in installed}
 
 
-def _check_destination(output: Path) -> None:
+def _claim(output: Path) -> None:
+    """Make the directory, or see to it that nothing in it is lost. Raises ManifestError when it is not ours to use."""
     if output.exists() and not output.is_dir():
         raise ManifestError(f"--output {output} is a file; expected a directory of its own for the build")
-    if output.is_dir() and any(output.iterdir()):
-        known = {stage.name for stage in STAGES} | {MANIFEST_NAME, ".lock"}
-        strangers = [
-            path.name for path in output.iterdir() if path.name not in known and not path.name.endswith(".partial")
-        ]
-        if strangers and not (output / MANIFEST_NAME).exists():
-            raise ManifestError(
-                f"--output {output} holds {sorted(strangers)[:3]}, which no build made; give an empty or new directory"
-            )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        strangers = sorted(path.name for path in output.iterdir() if not _is_of_a_build(path))
+    except OSError as error:
+        raise RecipeError(
+            f"--output {output} cannot be used ({error.strerror}); give a directory that can be made and written"
+        ) from None
+    if strangers and not _is_finished(output):
+        raise ManifestError(
+            f"--output {output} holds {strangers[:3]}, which no build made; give an empty or new directory"
+        )
+
+
+def _is_finished(output: Path) -> bool:
+    try:
+        read_summary(output)
+    except ManifestError:
+        return False
+    return True
+
+
+def _is_of_a_build(path: Path) -> bool:
+    if path.name in STAGE_NAMES:  # a folder of the user's may have such a name, too
+        return is_stage_folder(path) or (path.is_dir() and not any(path.iterdir()))
+    return path.name in (MANIFEST_NAME, ".lock") or path.name.endswith(".partial")
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dspark_trt import __version__
-from dspark_trt.errors import EXIT_ENVIRONMENT_MISSING, EXIT_OK, DSparkError, RecipeError
+from dspark_trt.errors import EXIT_ENVIRONMENT_MISSING, EXIT_OK, EXIT_USER_ERROR, DSparkError, RecipeError, RequestError
 from dspark_trt.log import attach
 
 app = typer.Typer(
@@ -166,6 +166,8 @@ def generate(
         ignore_eos=ignore_eos,
     )
     codec = deployment.codec
+    if not all(prompt):
+        raise RequestError("--prompt: the prompt is empty; give some text")
     prompts = [
         codec.encode_chat([{"role": "user", "content": text}], **template_kwargs) if chat else codec.encode(text)
         for text in prompt
@@ -267,6 +269,10 @@ def main() -> None:
     except DSparkError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:  # a full disk, a folder that may not be written
+        logging.getLogger("dspark_trt").info("the operating system refused", exc_info=True)
+        print(f"error: {error}; make room or give a place that can be read and written", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

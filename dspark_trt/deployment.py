@@ -72,7 +72,7 @@ def load_deployment(folder: Path) -> Deployment:
     checkpoints = folder / "checkpoints"
     target, drafter = open_engines(folder)
     return Deployment(
-        recipe=BuildRecipe.model_validate(summary.recipe),
+        recipe=summary.recipe,
         target_spec=target_spec_from_json(json.loads((checkpoints / "target.json").read_text())),
         drafter_spec=drafter_spec_from_json(json.loads((checkpoints / "drafter.json").read_text())),
         target=target,

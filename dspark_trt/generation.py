@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,13 +40,18 @@ def generate(
     Raises RequestError when a prompt or a parameter is not acceptable, GenerationFailedError when an engine fails.
     """
     loop = deployment.make_loop(scheduler)
-    for index, prompt_ids in enumerate(prompts):
-        # equal prompts and seeds are told apart, as several sequences of one request would be
+    num_equal: Counter[tuple[int, ...]] = Counter()
+    for index, prompt_ids in enumerate(map(tuple, prompts)):
+        # equal prompts are told apart, as several sequences of one request would be; others draw as they do alone
         loop.submit(
             GenerationRequest(
-                request_id=str(index), prompt_ids=tuple(prompt_ids), sampling=sampling, sequence_index=index
+                request_id=str(index),
+                prompt_ids=prompt_ids,
+                sampling=sampling,
+                sequence_index=num_equal[prompt_ids],
             )
         )
+        num_equal[prompt_ids] += 1
     outputs = [_Output() for _ in prompts]
     finished: dict[int, Emission] = {}
     while loop.has_work:

@@ -28,8 +28,8 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         check_outputs(folder / name, manifest, verify=verify)
     return {
         "folder": str(folder),
-        "recipe": summary.recipe,
-        "numerics": NUMERIC_NOTES[summary.recipe["precision"]],
+        "recipe": summary.recipe.model_dump(),
+        "numerics": NUMERIC_NOTES[summary.recipe.precision],
         "target": _read_json(folder / "checkpoints" / "target.json"),
         "drafter": _read_json(folder / "checkpoints" / "drafter.json"),
         "engine": _read_json(folder / "engines" / "engine.json"),

@@ -22,11 +22,13 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dspark_trt.errors import ManifestError
+from dspark_trt.recipe import BuildRecipe
 
 Model = TypeVar("Model", bound=BaseModel)
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+STAGE_NAMES = ("checkpoints", "graphs", "engines", "steptable", "calibration", "triton_model_repo")  # in build order
 
 
 class FileRecord(BaseModel):
@@ -74,7 +76,7 @@ class BuildSummary(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int
-    recipe: dict[str, Any]  # resolved
+    recipe: BuildRecipe  # resolved
     stages: dict[str, str]  # stage name -> key, in build order
 
 
@@ -107,7 +109,20 @@ def read_manifest(folder: Path) -> StageManifest:
 
 def read_summary(build: Path) -> BuildSummary:
     """Raises ManifestError when `build` is not a finished build directory."""
-    return _read(build / MANIFEST_NAME, BuildSummary)
+    path = build / MANIFEST_NAME
+    summary = _read(path, BuildSummary)
+    if odd := sorted(set(summary.stages) ^ set(STAGE_NAMES)):
+        raise ManifestError(f"{path}: stages {odd} are missing or unknown; run `dspark-trt build` again")
+    return summary
+
+
+def is_stage_folder(folder: Path) -> bool:
+    """Whether a build made `folder`: a build of any version, and whether or not it is intact."""
+    try:
+        data = json.loads((folder / MANIFEST_NAME).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(data, dict) and data.get("stage") == folder.name
 
 
 def _read(path: Path, model: type[Model]) -> Model:
@@ -178,21 +193,31 @@ def check_outputs(folder: Path, manifest: StageManifest, *, verify: bool = False
 @contextmanager
 def replace_folder(destination: Path) -> Iterator[Path]:
     """A scratch folder beside `destination` that takes its place when the block ends well and vanishes when it does not."""
-    scratch = destination.with_name(f".{destination.name}.partial")
+    scratch = _scratch(destination)
     remove_partial(destination)
     scratch.mkdir(parents=True)
     try:
         yield scratch
         if destination.exists():
-            shutil.rmtree(destination)
+            destination.rename(_retired(destination))
         scratch.rename(destination)
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove_partial(destination)
 
 
 def remove_partial(destination: Path) -> None:
     """Clear what an interrupted run left behind."""
-    shutil.rmtree(destination.with_name(f".{destination.name}.partial"), ignore_errors=True)
+    for folder in (_scratch(destination), _retired(destination)):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _scratch(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.partial")
+
+
+def _retired(destination: Path) -> Path:
+    """Where the old folder waits for its removal, so that no folder under its own name is ever half removed."""
+    return destination.with_name(f".{destination.name}.old.partial")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -41,10 +41,12 @@ def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
     values: dict[str, Any] = {}
     if path is not None:
         try:
-            loaded = yaml.safe_load(path.read_text())
+            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise RecipeError(f"recipe {path} does not exist; give --recipe an existing YAML file") from None
-        except yaml.YAMLError as error:
+        except OSError as error:
+            raise RecipeError(f"recipe {path} cannot be read ({error.strerror}); give --recipe a YAML file") from None
+        except (UnicodeDecodeError, yaml.YAMLError) as error:
             raise RecipeError(f"recipe {path} is not valid YAML: {error}") from None
         if loaded is not None and not isinstance(loaded, dict):
             raise RecipeError(f"recipe {path}: expected a mapping of keys, found {type(loaded).__name__}")

@@ -73,15 +73,24 @@ class TextCodec:
 
     def encode(self, text: str) -> list[int]:
         """The ids of a plain prompt, with the special tokens that the tokenizer itself adds (a leading BOS, mostly)."""
-        return list(self._tokenizer.encode(text).ids)
+        return self._ids(text, add_special_tokens=True)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Every token sequence that a word can begin as: at the start of a text, and behind a space; without duplicates."""
-        spellings = [spelling for word in words for spelling in (word, f" {word.lstrip()}")]
-        sequences = (tuple(self._tokenizer.encode(text, add_special_tokens=False).ids) for text in spellings)
+        """Every token sequence that a word can begin as: at the start of a text, and behind a space; without duplicates.
+
+        An empty word is none.
+        """
+        spellings = [spelling for word in words if word for spelling in (word, f" {word.lstrip()}")]
+        sequences = (tuple(self._ids(text, add_special_tokens=False)) for text in spellings)
         return tuple(dict.fromkeys(sequence for sequence in sequences if sequence))
 
-    def render_chat(self, messages: Sequence[Message], **kwargs: Any) -> str:
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        except TypeError:  # a string with half a surrogate pair, from JSON or from bytes that are not UTF-8
+            raise RequestError("the text is not valid Unicode; send it as UTF-8") from None
+
+    def render_chat(self, messages: Sequence[Message], /, **kwargs: Any) -> str:
         """Messages ({"role": ..., "content": ...}) as the text that the model was trained on.
 
         `kwargs` go to the template and override the stored ones; `add_generation_prompt` is true unless they say otherwise.
@@ -91,6 +100,8 @@ class TextCodec:
             raise RequestError("this model has no chat template; send a plain prompt")
         if not messages or not all(isinstance(message, Mapping) for message in messages):
             raise RequestError("messages: expected a non-empty list of objects with role and content")
+        if "messages" in kwargs:
+            raise RequestError("chat_template_kwargs: 'messages' is the chat itself; leave it out")
         variables = {
             "tools": None,  # templates ask `tools is not none`, which an undefined name would answer with yes
             "documents": None,
@@ -105,9 +116,9 @@ class TextCodec:
         except Exception as error:  # what a template raises depends on the template
             raise RequestError(f"the chat template does not accept these messages: {error}") from None
 
-    def encode_chat(self, messages: Sequence[Message], **kwargs: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Message], /, **kwargs: Any) -> list[int]:
         """The ids of a rendered chat; the template writes BOS itself, so none is added."""
-        return list(self._tokenizer.encode(self.render_chat(messages, **kwargs), add_special_tokens=False).ids)
+        return self._ids(self.render_chat(messages, **kwargs), add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; an incomplete UTF-8 character at an end becomes U+FFFD, an id that is no token nothing."""

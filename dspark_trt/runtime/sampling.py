@@ -32,6 +32,7 @@ Array = Any  # of the engine's library
 TopLogProbs = tuple[tuple[int, float], ...]  # (token id, log probability), most probable first
 
 MIN_TEMPERATURE = 1e-5  # below it a request counts as greedy
+MAX_FLOOR = 0.5  # the most probable token has weight 1 and is never below the floor, however small top_p is
 RESIDUAL_MASS_EPSILON = 1e-8  # below it draft and target distribution are equal up to rounding
 
 
@@ -175,10 +176,10 @@ def _truncate(weights: Array, params: SamplingParams) -> None:
     if params.top_p < 1.0:
         total = xp.sum(weights)
         # all tokens up to this weight together have at most the mass 1 - top_p: none of them can be kept
-        floor = total * ((1.0 - params.top_p) / vocab_size)
+        floor = min(total * ((1.0 - params.top_p) / vocab_size), MAX_FLOOR)
         ordered = xp.sort(weights[weights > floor], descending=True)
         mass_before = xp.cumulative_sum(ordered, dtype=xp.float64) - ordered
-        num_kept = int(xp.sum(mass_before < params.top_p * total, dtype=xp.int64))
+        num_kept = max(1, int(xp.sum(mass_before < params.top_p * total, dtype=xp.int64)))
         smallest = ordered[num_kept - 1]
         num_ties_kept = num_kept - int(xp.sum(ordered > smallest, dtype=xp.int64))
         ties_cut = xp.nonzero(weights == smallest)[0][num_ties_kept:]

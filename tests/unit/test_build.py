@@ -13,8 +13,9 @@ import pytest
 from dspark_trt import build as build_module
 from dspark_trt.build import build
 from dspark_trt.deployment import load_deployment
-from dspark_trt.errors import CheckpointError, ManifestError
+from dspark_trt.errors import CheckpointError, ManifestError, RecipeError
 from dspark_trt.inspection import inspect_build
+from dspark_trt.manifest import STAGE_NAMES
 from dspark_trt.recipe import BuildRecipe
 from dspark_trt.stages import STAGES
 from tests.factories import write_drafter, write_target
@@ -118,6 +119,30 @@ def test_directory_with_other_things_is_not_overwritten(recipe: BuildRecipe, tmp
     with pytest.raises(ManifestError, match=r"thesis\.txt"):
         build(recipe, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_folder_of_the_users_that_is_named_like_a_stage_is_not_overwritten(recipe: BuildRecipe, tmp_path: Path) -> None:
+    shutil.copytree(recipe.target, tmp_path / "checkpoints" / "target")
+    (tmp_path / "manifest.json").write_text('{"name": "some other program"}')
+    with pytest.raises(ManifestError, match="checkpoints"):
+        build(recipe.model_copy(update={"target": str(tmp_path / "checkpoints" / "target")}), tmp_path)
+    assert (tmp_path / "checkpoints" / "target" / "config.json").is_file()
+
+
+def test_damaged_stage_manifest_of_a_finished_build_is_made_again(recipe: BuildRecipe, copied: Path) -> None:
+    (copied / "graphs" / "manifest.json").write_text("{")
+    assert "graphs" in [result.stage for result in build(recipe, copied) if result.was_built]
+    inspect_build(copied, verify=True)
+
+
+def test_output_that_cannot_be_a_directory_is_refused(recipe: BuildRecipe, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match="cannot be used"):
+        build(recipe, tmp_path / "file" / "below")
+
+
+def test_stage_names_are_those_of_the_stages() -> None:
+    assert tuple(stage.name for stage in STAGES) == STAGE_NAMES
 
 
 def test_failed_first_build_of_a_missing_target_says_what_to_do(recipe: BuildRecipe, tmp_path: Path) -> None:

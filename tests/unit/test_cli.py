@@ -91,3 +91,11 @@ def test_missing_engine_package_is_exit_code_3_with_the_install_line(tmp_path: P
     assert result.returncode == 3
     assert "pip install" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_refusal_of_the_operating_system_is_one_message_without_a_traceback() -> None:
+    failing = "import dspark_trt.doctor as doctor; doctor.examine = lambda: open('/'); "
+    result = run("doctor", before=failing)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "Is a directory" in result.stderr

@@ -18,12 +18,16 @@ from dspark_trt.manifest import (
     check_outputs,
     now,
     read_manifest,
+    read_summary,
     record_inputs,
     record_outputs,
     replace_folder,
     stage_key,
     write_manifest,
 )
+from dspark_trt.recipe import BuildRecipe
+
+RECIPE = BuildRecipe(target="t", drafter="d")
 
 
 def make_stage(folder: Path, predecessors: dict[str, str]) -> StageManifest:
@@ -84,7 +88,7 @@ def test_chain_refuses_a_stage_of_another_build(tmp_path: Path) -> None:
     first = make_stage(tmp_path / "graphs", {})
     second = make_stage(tmp_path / "engines", {"graphs": "another key"})
     summary = BuildSummary(
-        schema_version=SCHEMA_VERSION, recipe={}, stages={"graphs": first.key, "engines": second.key}
+        schema_version=SCHEMA_VERSION, recipe=RECIPE, stages={"graphs": first.key, "engines": second.key}
     )
     with pytest.raises(ManifestError, match="comes from another build or was edited"):
         check_chain(tmp_path, summary, {"graphs": first, "engines": second})
@@ -92,7 +96,7 @@ def test_chain_refuses_a_stage_of_another_build(tmp_path: Path) -> None:
 
 def test_chain_refuses_edited_settings(tmp_path: Path) -> None:
     manifest = make_stage(tmp_path / "graphs", {})
-    summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe={}, stages={"graphs": manifest.key})
+    summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=RECIPE, stages={"graphs": manifest.key})
     edited = manifest.model_copy(update={"settings": {"precision": "int4"}})
     with pytest.raises(ManifestError, match="its own content"):
         check_chain(tmp_path, summary, {"graphs": edited})
@@ -129,3 +133,39 @@ def test_failed_stage_leaves_the_old_folder_and_nothing_half_written(tmp_path: P
         write_half()
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
     assert (destination / "old").exists()
+
+
+def test_summary_must_name_every_stage(tmp_path: Path) -> None:
+    summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=RECIPE, stages={"graphs": "key", "other": "key"})
+    (tmp_path / "manifest.json").write_text(summary.model_dump_json())
+    with pytest.raises(ManifestError, match=r"calibration.*other.*missing or unknown"):
+        read_summary(tmp_path)
+
+
+def test_summary_with_an_unknown_recipe_key_is_one_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text(
+        '{"schema_version": 1, "recipe": {"target": "t", "drafter": "d", "odd": 1}, "stages": {}}'
+    )
+    with pytest.raises(ManifestError, match=r"recipe\.odd"):
+        read_summary(tmp_path)
+
+
+def test_replaced_folder_is_never_half_removed_under_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destination = tmp_path / "graphs"
+    destination.mkdir()
+    (destination / "old").touch()
+    removed: list[str] = []
+    remove = shutil.rmtree
+
+    def rmtree(path: Path, ignore_errors: bool = False) -> None:
+        removed.append(path.name)
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    with replace_folder(destination) as scratch:
+        (scratch / "new").touch()
+    assert all(name.endswith(".partial") for name in removed)
+    assert [path.name for path in destination.iterdir()] == ["new"]
+    assert [path.name for path in tmp_path.iterdir()] == ["graphs"]

@@ -54,3 +54,10 @@ def test_step_must_hold_one_token_of_every_request() -> None:
 
 def test_no_auto_after_resolving() -> None:
     assert resolve(BuildRecipe(**PAIR)).backend == "onnxruntime"
+
+
+def test_file_that_cannot_be_read_as_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path, tmp_path / "binary.yaml"):
+        with pytest.raises(RecipeError, match=path.name):
+            load_recipe(path, PAIR)

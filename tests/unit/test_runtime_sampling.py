@@ -149,6 +149,14 @@ def test_the_most_probable_token_always_stays(to_library: Any) -> None:
 
 
 @to_library
+@pytest.mark.parametrize("top_p", [1e-9, 1e-300])
+def test_tiny_top_p_keeps_one_token_where_all_are_equal(to_library: Any, top_p: float) -> None:
+    logits = to_library(np.zeros((1, 97), dtype=np.float32))
+    probs = np.asarray(target_probs(logits, [SamplingParams(temperature=1.0, top_p=top_p)]))
+    assert np.flatnonzero(probs[0]).tolist() == [0]
+
+
+@to_library
 def test_masking_every_token_is_the_requests_error(to_library: Any) -> None:
     params = SamplingParams(temperature=1.0, bad_words=tuple((token,) for token in range(VOCAB_SIZE)))
     with pytest.raises(RequestError, match="mask every token"):

@@ -202,3 +202,21 @@ def test_codec_needs_neither_torch_nor_transformers() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_text_that_is_not_unicode_is_refused_in_words(codec: TextCodec) -> None:
+    half_a_pair = "\ud83e"
+    for encode in (codec.encode, lambda text: codec.encode_chat([{"role": "user", "content": text}])):
+        with pytest.raises(RequestError, match="not valid Unicode"):
+            encode(half_a_pair)
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        codec.encode_words([half_a_pair])
+
+
+def test_template_variables_cannot_replace_the_chat(codec: TextCodec) -> None:
+    with pytest.raises(RequestError, match="chat_template_kwargs: 'messages'"):
+        codec.encode_chat(CHAT, **{"messages": []})
+
+
+def test_empty_bad_word_bans_nothing(codec: TextCodec) -> None:
+    assert codec.encode_words([""]) == ()
