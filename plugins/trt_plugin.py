@@ -22,6 +22,7 @@ VERSION = "1"
 KERNELS_FIELD = "kernels"
 FULL = "tensorrt"
 RTX = "tensorrt_rtx"
+MINIMUM_VERSION = (11, 1)  # of tensorrt: strongly typed networks only, attention with lengths
 
 OperationFactory = Callable[[Mapping[str, int | str]], Operation]  # from the attributes of a form
 
@@ -29,16 +30,22 @@ OperationFactory = Callable[[Mapping[str, int | str]], Operation]  # from the at
 def load_tensorrt(name: str | None = None) -> Any:
     """The module `tensorrt` or `tensorrt_rtx`; without a name the first that can be imported.
 
-    Raises ImportError when there is none.
+    Raises ImportError when there is none, or `tensorrt` is older than 11.1.
     """
     for candidate in (FULL, RTX) if name is None else (name,):
         if candidate == RTX:
             provide_library_name()
         try:
-            return importlib.import_module(candidate)
+            trt = importlib.import_module(candidate)
         except ModuleNotFoundError as error:
             if error.name != candidate:
                 raise
+            continue
+        found = tuple(int(part) for part in trt.__version__.split(".")[:2])
+        if candidate == FULL and found < MINIMUM_VERSION:
+            wanted = ".".join(map(str, MINIMUM_VERSION))
+            raise ImportError(f"expected {FULL} {wanted} or later, found {trt.__version__}; install a later one")
+        return trt
     raise ImportError(
         f"expected the package {name or f'{FULL} or {RTX}'}, found none; see the README for the install line"
     )

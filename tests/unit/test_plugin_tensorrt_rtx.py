@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,27 @@ def test_an_engine_gives_a_plugin_back_as_it_was(trt: Any, registered: None, tmp
         read = creator.create_plugin("read", built.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME)
         assert read.operation == operation
         assert read.bundle.to_bytes() == bundles[operation.name].to_bytes()
+
+
+def test_missing_and_old_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)  # as if it were not installed
+    with pytest.raises(ImportError, match="expected the package tensorrt, found none"):
+        load_tensorrt("tensorrt")
+    assert load_tensorrt().__name__ == "tensorrt_rtx"
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace(__version__="10.14.1.48"))
+    with pytest.raises(ImportError, match=r"expected tensorrt 11\.1 or later, found 10\.14\.1\.48"):
+        load_tensorrt()
+    later = SimpleNamespace(__version__="11.1.0.106")
+    monkeypatch.setitem(sys.modules, "tensorrt", later)
+    assert load_tensorrt() is later
+
+
+def test_a_module_imported_too_early_is_refused_before_a_plugin_node_ends_the_process() -> None:
+    script = (
+        "import tensorrt_rtx\nfrom dspark_trt_plugins.trt_plugin import load_tensorrt\nload_tensorrt('tensorrt_rtx')"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "ImportError: tensorrt_rtx was imported before" in result.stderr
 
 
 def _field(trt: Any, name: str, value: int | str) -> Any:
