@@ -7,6 +7,8 @@ import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dspark_trt.errors import RecipeError
+
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
@@ -23,20 +25,31 @@ class ServeOptions:
 
 
 def with_ports(options: ServeOptions) -> ServeOptions:
-    """Replace each port of 0 by a free one; all are held until all are chosen, so that they differ."""
+    """Replace each port of 0 by a free one; all are held until all are chosen, so that they differ.
+
+    Raises RecipeError for a port that cannot be listened on: behind it another server may already answer, and would be
+    taken for the one that is being started.
+    """
     with contextlib.ExitStack() as stack:
 
-        def choose(port: int) -> int:
-            if port != 0:
-                return port
+        def choose(name: str) -> int:
+            port: int = getattr(options, name)
             listener = stack.enter_context(socket.socket())
-            listener.bind((options.address, 0))
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended do not count
+            try:
+                listener.bind((options.address, port))
+                listener.listen()
+            except (OSError, OverflowError) as error:
+                raise RecipeError(
+                    f"{name}: cannot listen on {options.address} port {port} ({error}); end what uses it, or choose "
+                    "another port (0: any free one)"
+                ) from None
             chosen: int = listener.getsockname()[1]
             return chosen
 
         return replace(
             options,
-            http_port=choose(options.http_port),
-            grpc_port=choose(options.grpc_port),
-            metrics_port=choose(options.metrics_port),
+            http_port=choose("http_port"),
+            grpc_port=choose("grpc_port"),
+            metrics_port=choose("metrics_port"),
         )

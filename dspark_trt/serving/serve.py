@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.serving.engine_model import parse_scheduler
@@ -22,14 +23,14 @@ def serve(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then stop cleanly. `on_ready` is called once a real request has been answered.
 
-    Raises RecipeError for an unknown scheduler, ManifestError when `build_dir` is no finished build,
+    Raises RecipeError for an unknown scheduler or a port in use, ManifestError when `build_dir` is no finished build,
     EnvironmentMissingError when there is no server to start, EngineBuildError when it does not come up or ends by
     itself.
     """
     if options.scheduler is not None:
         parse_scheduler(options.scheduler)
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have started this process with SIGINT ignored
-        signal.signal(number, signal.default_int_handler)
+        signal.signal(number, _interrupt_once)
     try:
         with TritonServer(build_dir, options) as server:
             on_ready(server)
@@ -38,3 +39,10 @@ def serve(
             raise EngineBuildError(server.describe_death())
     except KeyboardInterrupt:
         return
+
+
+def _interrupt_once(number: int, frame: FrameType | None) -> None:
+    """The first signal begins the clean-up, and none that follows may end it."""
+    for ending in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ending, signal.SIG_IGN)
+    raise KeyboardInterrupt

@@ -16,6 +16,7 @@ import secrets
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -35,6 +36,7 @@ _ORPHAN_TIMEOUT_S = 2  # for killed processes to be gone
 _FIRST_ANSWER_TIMEOUT_S = 60
 _POLL_S = 0.05
 _SHARED_MEMORY = Path("/dev/shm")
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is behind no proxy
 _ROUTINE = re.compile(r"I\d{4} |\+-|\| |$")  # informational messages, tables, empty lines
 
 
@@ -117,7 +119,7 @@ class TritonServer:
 
     def stop(self) -> None:
         """Ask the server to stop, end what is left of its session, and remove its shared memory. Safe to call twice."""
-        with _signals_held():
+        with _signals_ignored():
             if self._process is not None:
                 self._end(self._process)
                 self._process = None
@@ -175,7 +177,7 @@ class TritonServer:
 
     def _is_ready(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=5.0) as answer:
+            with _DIRECT.open(f"{self.http_url}/v2/health/ready", timeout=5.0) as answer:
                 return bool(answer.status == 200)
         except OSError:  # not listening yet, or still loading
             return False
@@ -199,13 +201,20 @@ def _has_running_process(group: int) -> bool:
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """An impatient second signal must not interrupt the clean-up, which is bounded in time."""
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+def _signals_ignored() -> Iterator[None]:
+    """An impatient second signal must not interrupt the clean-up, which is bounded in time.
+
+    Blocking signals in this thread would not do: any other thread takes them, and Python then runs the handler here.
+    """
+    if threading.current_thread() is not threading.main_thread():  # no handler runs in this thread
+        yield
+        return
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def generate(http_url: str, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
@@ -215,6 +224,6 @@ def generate(http_url: str, request: dict[str, Any], *, timeout_s: float) -> dic
     """
     body = json.dumps(request).encode()
     call = urllib.request.Request(f"{http_url}/v2/models/ensemble/generate", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(call, timeout=timeout_s) as answer:
+    with _DIRECT.open(call, timeout=timeout_s) as answer:
         decoded: dict[str, Any] = json.load(answer)
     return decoded

@@ -6,8 +6,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, ManifestError, RecipeError
 from dspark_trt.packaging.model_repo import write_model_repo
 from dspark_trt.serving import server_tree, tool_cache
-from dspark_trt.serving.options import ServeOptions
+from dspark_trt.serving.options import ServeOptions, with_ports
 from dspark_trt.serving.serve import serve
 from dspark_trt.serving.server_tree import ServerTree
 from dspark_trt.serving.supervisor import TritonServer
@@ -25,7 +27,7 @@ from dspark_trt.serving.supervisor import TritonServer
 # Answers like tritonserver; leaves a backend process that ignores SIGINT, and shared memory, behind.
 STAND_IN = """\
 #!{python}
-import json, os, subprocess, sys, time
+import json, os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -59,6 +61,8 @@ class Handler(BaseHTTPRequestHandler):
 
 if behaviour == "never ready":
     time.sleep(600)
+if behaviour == "stops late":
+    signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), os._exit(0)))
 HTTPServer((options["http-address"], int(options["http-port"])), Handler).serve_forever()
 """
 
@@ -164,23 +168,61 @@ def test_server_that_does_not_come_up_shows_its_log_and_leaves_nothing(
     assert_nothing_is_left(read_state(state_file))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_serve_ends_cleanly_on_a_signal(
-    build_dir: Path, state_file: Path, put_on_path: Any, number: signal.Signals
+# Another thread, as numerical libraries start them: a signal that the main thread blocks is delivered to it.
+SERVE_SCRIPT = """\
+import sys, threading, time
+from pathlib import Path
+from dspark_trt.serving.serve import ServeOptions, serve
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+serve(Path(sys.argv[1]), ServeOptions(0, 0, 0), on_ready=lambda server: print(server.http_url, flush=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "number", "num_signals"),
+    [("works", signal.SIGINT, 1), ("works", signal.SIGTERM, 1), ("stops late", signal.SIGINT, 3)],
+)
+def test_serve_ends_cleanly_on_a_signal_and_on_impatient_ones(
+    build_dir: Path, state_file: Path, put_on_path: Any, behaviour: str, number: signal.Signals, num_signals: int
 ) -> None:
-    put_on_path("works")
-    script = (
-        "import sys; from pathlib import Path; from dspark_trt.serving.serve import ServeOptions, serve\n"
-        "serve(Path(sys.argv[1]), ServeOptions(0, 0, 0), on_ready=lambda server: print(server.http_url, flush=True))"
-    )
-    process = subprocess.Popen([sys.executable, "-c", script, build_dir], stdout=subprocess.PIPE, text=True)
+    put_on_path(behaviour)
+    process = subprocess.Popen([sys.executable, "-c", SERVE_SCRIPT, build_dir], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("http://127.0.0.1:") for line in lines)
-    process.send_signal(number)
+    for _ in range(num_signals):
+        process.send_signal(number)
+        time.sleep(0.2)
     assert process.wait(60) == 0
     process.stdout.close()
     assert_nothing_is_left(read_state(state_file))
+
+
+@pytest.mark.parametrize("name", ["http_port", "grpc_port", "metrics_port"])
+def test_port_in_use_is_refused_before_its_owner_is_taken_for_our_server(build_dir: Path, name: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(RecipeError, match=rf"{name}: cannot listen on 127.0.0.1 port {port} .*in use"):
+            TritonServer(build_dir, replace(ServeOptions(0, 0, 0), **{name: port}))
+    assert getattr(with_ports(replace(ServeOptions(0, 0, 0), **{name: port})), name) == port
+
+
+@pytest.mark.parametrize(("http_port", "grpc_port"), [(99_999, 0), (-1, 0), (None, None)])
+def test_ports_that_cannot_be_are_refused(http_port: int | None, grpc_port: int | None) -> None:
+    free = with_ports(ServeOptions(0, 0, 0)).http_port
+    with pytest.raises(RecipeError, match="cannot listen on"):
+        with_ports(ServeOptions(free if http_port is None else http_port, free if grpc_port is None else grpc_port, 0))
+
+
+def test_proxy_of_the_environment_is_not_asked_for_our_own_server(
+    build_dir: Path, options: ServeOptions, put_on_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_path("works")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with TritonServer(build_dir, options) as server:
+        assert not server.has_died()
 
 
 def test_serve_refuses_what_cannot_be_served(tmp_path: Path, build_dir: Path) -> None:
