@@ -1,5 +1,8 @@
 """Every tensor of the four Triton models, once: configurations and adapters both read it.
 
+Every input is optional to Triton, also those that a request must have: of these Triton only counts whether there are enough
+inputs, and an ensemble whose step lacks one ends without any answer. The steps themselves refuse them, by name.
+
 Names, types and shapes of the ensemble and of the engine model are those of TensorRT-LLM's Triton backend, so its
 clients work unmodified; the tensors that exist only here are marked.
 """
@@ -23,18 +26,17 @@ class Field:
     data_type: DataType
     dims: tuple[int, ...] = (1,)
     step_name: str = ""  # "": the same
-    is_optional: bool = True
 
     def ensemble_tensor(self) -> Tensor:
-        return Tensor(self.name, self.data_type, self.dims, self.is_optional)
+        return Tensor(self.name, self.data_type, self.dims, is_optional=True)
 
     def step_tensor(self) -> Tensor:
-        return Tensor(self.step_name or self.name, self.data_type, self.dims, self.is_optional)
+        return Tensor(self.step_name or self.name, self.data_type, self.dims, is_optional=True)
 
 
 # Fields that preprocessing turns into token ids.
 PREPROCESSING_FIELDS = (
-    Field("text_input", "STRING", step_name="QUERY", is_optional=False),
+    Field("text_input", "STRING", step_name="QUERY"),
     Field("chat", "BOOL", step_name="CHAT"),  # only here: text_input is one user turn
     Field("messages", "STRING", step_name="MESSAGES"),  # only here: JSON list of messages, text_input is empty
     Field("chat_template_kwargs", "STRING", step_name="CHAT_TEMPLATE_KWARGS"),  # only here: JSON object
@@ -45,7 +47,7 @@ PREPROCESSING_FIELDS = (
 
 # Fields that go to the engine model as they are.
 ENGINE_FIELDS = (
-    Field("max_tokens", "INT32", step_name="request_output_len", is_optional=False),
+    Field("max_tokens", "INT32", step_name="request_output_len"),
     Field("stream", "BOOL", step_name="streaming"),
     Field("exclude_input_in_output", "BOOL"),
     Field("stop_words", "STRING", (ANY,)),
@@ -73,6 +75,9 @@ ENGINE_FIELDS = (
     Field("guided_decoding_guide", "STRING"),
     Field("guided_decoding_guide_type", "STRING"),
 )
+
+# Not read, but as long as max_tokens or a text is there, Triton runs this step, and it can say what is missing.
+_PREPROCESSING_TRIGGER = Field("max_tokens", "INT32", step_name="REQUEST_OUTPUT_LEN")
 
 PREPROCESSING_OUTPUTS = (
     Tensor("INPUT_ID", "INT32", (ANY,)),
@@ -129,7 +134,7 @@ def model_configs(engine_model_name: str, *, build_directory: str, scheduler: st
     )
     preprocessing = ModelConfig(
         name=PREPROCESSING,
-        inputs=tuple(field.step_tensor() for field in PREPROCESSING_FIELDS),
+        inputs=tuple(field.step_tensor() for field in (*PREPROCESSING_FIELDS, _PREPROCESSING_TRIGGER)),
         outputs=PREPROCESSING_OUTPUTS,
         parameters={"build_directory": build_directory},
     )
@@ -146,7 +151,9 @@ def model_configs(engine_model_name: str, *, build_directory: str, scheduler: st
         steps=(
             EnsembleStep(
                 PREPROCESSING,
-                input_map={field.step_tensor().name: field.name for field in PREPROCESSING_FIELDS},
+                input_map={
+                    field.step_tensor().name: field.name for field in (*PREPROCESSING_FIELDS, _PREPROCESSING_TRIGGER)
+                },
                 output_map={tensor.name: f"_{tensor.name}" for tensor in PREPROCESSING_OUTPUTS},
             ),
             EnsembleStep(

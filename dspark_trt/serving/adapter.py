@@ -115,8 +115,11 @@ def _prompt_ids(fields: Fields) -> tuple[int, ...]:
 def _sampling_fields(fields: Fields, decode: Decode) -> dict[str, Any]:
     stop_words = (*fields.texts("stop_words"), *(decode(ids) for ids in fields.token_sequences("stop_words_list")))
     end_id = fields.integer("end_id")  # replaces the checkpoint's own EOS ids; -1: nothing ends the text
+    max_tokens = fields.integer("request_output_len")
+    if max_tokens is None:
+        raise fields.refusal("request_output_len", "the most tokens to generate, as every request must say", None)
     return {
-        "max_tokens": fields.integer("request_output_len"),
+        "max_tokens": max_tokens,
         "min_tokens": _min_tokens(fields),
         "temperature": fields.number("temperature"),
         "top_k": fields.integer("runtime_top_k"),

@@ -111,7 +111,7 @@ class Fields:
             return None
         try:
             return json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise RequestError(f"{self.client_name(name)}: not valid JSON ({error})") from None
 
 

@@ -11,7 +11,7 @@ from tritonclient.utils import InferenceServerException
 
 from dspark_trt.deployment import Deployment
 from dspark_trt.serving.supervisor import TritonServer
-from tests.triton.clients import generate, metrics, one, refusal, stream
+from tests.triton.clients import generate, metrics, one, post, refusal, stream
 
 pytestmark = [pytest.mark.triton, pytest.mark.demo]
 
@@ -36,6 +36,21 @@ ACTIVE = 'dspark_requests{model="dspark",state="active"}'
 )
 def test_refusal_names_the_field(server: TritonServer, fields: dict[str, Any], message: str) -> None:
     assert message in refusal(server.http_url, **{"text_input": PROMPT, "max_tokens": 5, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "missing"),
+    [({"text_input": PROMPT}, "max_tokens"), ({"max_tokens": 3}, "text_input"), ({"messages": "[]"}, "messages")],
+)
+def test_request_that_lacks_a_field_is_refused_and_never_answered_with_silence(
+    server: TritonServer, fields: dict[str, Any], missing: str
+) -> None:
+    """Triton itself only counts inputs: an optional one would stand in for the one that is missing."""
+    for optional in ({}, {"stream": False, "temperature": 0.5}):
+        assert f"{missing}: " in refusal(server.http_url, **fields, **optional)
+    status, body = post(server.http_url, "ensemble/generate_stream", {**fields, "stream": True})
+    assert status == 400
+    assert f"{missing}: ".encode() in body
 
 
 def test_prompt_over_capacity_is_refused_with_both_numbers(server: TritonServer, demo: Deployment) -> None:

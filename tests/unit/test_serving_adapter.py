@@ -113,6 +113,11 @@ def test_unsupported_or_malformed_field_is_refused_by_name(field: str, value: An
         read(**{field: value})
 
 
+def test_request_without_max_tokens_is_refused_by_name() -> None:
+    with pytest.raises(RequestError, match=r"max_tokens: expected the most tokens to generate"):
+        read_request(PROMPT, (), handle=1, client_id="", decode=letters, make_sampling=lambda **given: SamplingParams())
+
+
 def test_min_tokens_and_its_other_name_must_agree() -> None:
     assert read(min_tokens=3, min_length=3).generation.sampling.min_tokens == 3
     with pytest.raises(RequestError, match="min_length: expected the same"):

@@ -68,6 +68,7 @@ def test_messages_and_template_arguments_reach_the_template(codec: TextCodec) ->
         ({"QUERY": strings(b"\xff\xfe")}, r"text_input: not valid UTF-8"),
         ({"QUERY": strings("a", "b")}, r"text_input: expected one value .* found \(1, 2\)"),
         ({"MESSAGES": strings("[{]")}, r"messages: not valid JSON"),
+        ({"MESSAGES": strings("[" * 100_000)}, r"messages: not valid JSON"),
         ({"MESSAGES": strings('{"role": "user"}')}, r"messages: expected a JSON list"),
         ({"MESSAGES": strings("[]")}, r"messages: expected a non-empty list"),
         ({"MESSAGES": strings('["hello"]')}, r"messages: expected a non-empty list of objects"),
