@@ -1,82 +1,33 @@
-"""Runs the launches of an operation under Triton's CPU interpreter, on torch tensors with poisoned surroundings.
-
-Triton 3.9's interpreter keeps bfloat16 as uint16 and multiplies these integers in tl.dot; here they are widened first.
-"""
+"""Kernels under Triton's CPU interpreter, in a process of their own: whether Triton interprets is decided when it is imported."""
 
 from __future__ import annotations
 
-import os
+import functools
 from collections.abc import Mapping
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernel modules are imported
-
-import numpy as np
-import torch
-import triton.language as tl
-from dspark_trt_plugins.operation import Operation, Tensor, extents_of, kernel_function
+from dspark_trt_plugins.operation import Operation
 from numpy.typing import NDArray
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
-assert isinstance(tl.sum, InterpretedFunction), "triton was imported before TRITON_INTERPRET was set"
-
-TORCH_TYPES = {name: getattr(torch, name) for name in ("bool", "int32", "int64", "float16", "bfloat16", "float32")}
-GUARD = 512  # elements before and behind every tensor
-POISON_INTEGER = 0x5A5A5A5A
+Arrays = dict[str, NDArray[Any]]
 
 
-def _widened(handle: TensorHandle) -> TensorHandle:
-    if handle.dtype.scalar != tl.bfloat16:
-        return handle
-    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+def run_interpreted(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> Arrays:
+    """Outputs by name. Float inputs are rounded to the operation's element types.
+
+    Raises AssertionError when anything outside of an output or of the workspace was written.
+    """
+    return _worker().submit(_run, operation, {t.name: inputs[t.name] for t in operation.inputs}).result()
 
 
-_create_dot = InterpreterBuilder.create_dot
-InterpreterBuilder.create_dot = lambda builder, a, b, *rest: _create_dot(builder, _widened(a), _widened(b), *rest)
+@functools.cache
+def _worker() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"))
 
 
-class GuardedTensor:
-    """A tensor inside a larger allocation that holds NaN, or an integer far outside every tensor, everywhere else."""
+def _run(operation: Operation, inputs: Arrays) -> Arrays:
+    from tests.interpreter_worker import run
 
-    def __init__(self, tensor: Tensor, extents: Mapping[str, int], value: NDArray[Any] | None = None) -> None:
-        shape = tensor.shape_in(extents)
-        element_type = TORCH_TYPES[tensor.element_type]
-        if element_type is torch.bool:
-            poison: Any = True
-        else:
-            poison = float("nan") if element_type.is_floating_point else POISON_INTEGER
-        count = int(np.prod(shape))
-        self._memory = torch.full((count + 2 * GUARD,), poison, dtype=element_type)
-        self._poison = self._memory[:GUARD].clone()
-        self.name = tensor.name
-        self.value = self._memory[GUARD : GUARD + count].view(shape)
-        if value is not None:
-            self.value.copy_(torch.from_numpy(np.ascontiguousarray(value)))
-
-    def assert_surroundings_untouched(self) -> None:
-        for part in (self._memory[:GUARD], self._memory[-GUARD:]):
-            assert torch.equal(part.view(torch.uint8), self._poison.view(torch.uint8)), f"{self.name}: written outside"
-
-
-def run_interpreted(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Outputs by name. Float inputs are rounded to the operation's element types."""
-    kernels = {kernel.name: kernel for kernel in operation.kernels}
-    extents = extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs])
-    tensors = {tensor.name: GuardedTensor(tensor, extents, inputs[tensor.name]) for tensor in operation.inputs}
-    before = {name: tensor.value.clone() for name, tensor in tensors.items()}
-    tensors |= {tensor.name: GuardedTensor(tensor, extents) for tensor in (*operation.outputs, *operation.workspace)}
-    for launch in operation.launches(extents):
-        if 0 in launch.grid:
-            continue
-        kernel = kernels[launch.kernel]
-        function = kernel_function(operation, kernel)
-        values: dict[str, Any] = {**operation.arguments, **kernel.constants, **launch.scalars}
-        arguments = {name: values[name] for name in function.arg_names}
-        function[launch.grid](
-            **{name: tensors[value].value if isinstance(value, str) else value for name, value in arguments.items()}
-        )
-    for tensor in tensors.values():
-        tensor.assert_surroundings_untouched()
-    for name, value in before.items():
-        assert torch.equal(value.view(torch.uint8), tensors[name].value.view(torch.uint8)), f"{name}: an input changed"
-    return {tensor.name: tensors[tensor.name].value.numpy() for tensor in operation.outputs}
+    return run(operation, inputs)

@@ -48,7 +48,7 @@ def compile_here(operation: Operation, sm: int) -> KernelBundle:
 
 
 class Compiler:
-    """Compiles operations for this GPU, in processes of their own: this one may interpret kernels."""
+    """Compiles operations for this GPU, in processes of their own: many at once."""
 
     def __init__(self, pool: ProcessPoolExecutor) -> None:
         import torch

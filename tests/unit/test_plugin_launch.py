@@ -13,13 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from dspark_trt_plugins.bundle import CompiledKernel, KernelBundle, bundle_from_bytes, read_bundle
 from dspark_trt_plugins.markov_head.plugin import operation as markov_head
-from dspark_trt_plugins.operation import Tensor, extents_of, form_from_attributes, workspace_offsets
+from dspark_trt_plugins.operation import (
+    ELEMENT_BYTES,
+    ElementType,
+    Tensor,
+    extents_of,
+    form_from_attributes,
+    workspace_offsets,
+)
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 
 from tests.cuda_driver.record_launches import WORKSPACE, address
-from tests.interpreted_kernels import TORCH_TYPES
 
 REPOSITORY = Path(__file__).parents[2]
 FORM: Mapping[str, int | str] = {
@@ -173,6 +180,6 @@ def test_workspace_tensors_do_not_overlap() -> None:
         assert ends[tensor.name] <= min([o for o in offsets.values() if o > offsets[tensor.name]], default=size)
 
 
-def test_element_sizes_are_those_of_torch() -> None:
-    for name, element_type in TORCH_TYPES.items():
-        assert Tensor("t", name, (3,)).num_bytes({}) == 3 * element_type.itemsize  # type: ignore[arg-type]
+@pytest.mark.parametrize("element_type", ELEMENT_BYTES)
+def test_element_sizes_are_those_of_torch(element_type: ElementType) -> None:
+    assert Tensor("t", element_type, (3,)).num_bytes({}) == 3 * getattr(torch, element_type).itemsize

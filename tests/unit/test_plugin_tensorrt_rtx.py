@@ -74,7 +74,7 @@ def model(request: pytest.FixtureRequest) -> onnx.ModelProto:
 
 
 def compile_kernels(model: onnx.ModelProto, folder: Path) -> list[KernelBundle]:
-    """In a process of its own: this one may interpret kernels."""
+    """By the script that users have."""
     onnx.save(model, folder / "model.onnx")
     script = REPOSITORY / "build_scripts" / "compile_plugins.py"
     command = [sys.executable, str(script), "--graph", str(folder / "model.onnx"), "--output", str(folder)]

@@ -1,0 +1,81 @@
+"""Runs the launches of an operation under Triton's CPU interpreter, on torch tensors with poisoned surroundings.
+
+Imported by the process that `interpreted_kernels` starts only. Triton 3.9's interpreter keeps bfloat16 as uint16 and multiplies these integers in tl.dot; here they are widened first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernel modules are imported
+
+import numpy as np
+import torch
+import triton.language as tl
+from dspark_trt_plugins.operation import Operation, Tensor, extents_of, kernel_function
+from numpy.typing import NDArray
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+
+assert isinstance(tl.sum, InterpretedFunction), "Triton was imported before TRITON_INTERPRET was set"
+
+GUARD = 512  # elements before and behind every tensor
+POISON_INTEGER = 0x5A5A5A5A
+
+
+def _widened(handle: TensorHandle) -> TensorHandle:
+    if handle.dtype.scalar != tl.bfloat16:
+        return handle
+    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+_create_dot = InterpreterBuilder.create_dot
+InterpreterBuilder.create_dot = lambda builder, a, b, *rest: _create_dot(builder, _widened(a), _widened(b), *rest)
+
+
+class GuardedTensor:
+    """A tensor inside a larger allocation that holds NaN, or an integer far outside every tensor, everywhere else."""
+
+    def __init__(self, tensor: Tensor, extents: Mapping[str, int], value: NDArray[Any] | None = None) -> None:
+        shape = tensor.shape_in(extents)
+        element_type = getattr(torch, tensor.element_type)
+        if element_type is torch.bool:
+            poison: Any = True
+        else:
+            poison = float("nan") if element_type.is_floating_point else POISON_INTEGER
+        count = int(np.prod(shape))
+        self._memory = torch.full((count + 2 * GUARD,), poison, dtype=element_type)
+        self._poison = self._memory[:GUARD].clone()
+        self.name = tensor.name
+        self.value = self._memory[GUARD : GUARD + count].view(shape)
+        if value is not None:
+            self.value.copy_(torch.from_numpy(np.ascontiguousarray(value)))
+
+    def assert_surroundings_untouched(self) -> None:
+        for part in (self._memory[:GUARD], self._memory[-GUARD:]):
+            assert torch.equal(part.view(torch.uint8), self._poison.view(torch.uint8)), f"{self.name}: written outside"
+
+
+def run(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Outputs by name. Float inputs are rounded to the operation's element types."""
+    kernels = {kernel.name: kernel for kernel in operation.kernels}
+    extents = extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs])
+    tensors = {tensor.name: GuardedTensor(tensor, extents, inputs[tensor.name]) for tensor in operation.inputs}
+    before = {name: tensor.value.clone() for name, tensor in tensors.items()}
+    tensors |= {tensor.name: GuardedTensor(tensor, extents) for tensor in (*operation.outputs, *operation.workspace)}
+    for launch in operation.launches(extents):
+        if 0 in launch.grid:
+            continue
+        kernel = kernels[launch.kernel]
+        function = kernel_function(operation, kernel)
+        values: dict[str, Any] = {**operation.arguments, **kernel.constants, **launch.scalars}
+        arguments = {name: values[name] for name in function.arg_names}
+        function[launch.grid](
+            **{name: tensors[value].value if isinstance(value, str) else value for name, value in arguments.items()}
+        )
+    for tensor in tensors.values():
+        tensor.assert_surroundings_untouched()
+    for name, value in before.items():
+        assert torch.equal(value.view(torch.uint8), tensors[name].value.view(torch.uint8)), f"{name}: an input changed"
+    return {tensor.name: tensors[tensor.name].value.numpy() for tensor in operation.outputs}
