@@ -30,7 +30,7 @@ class BuildRecipe(BaseModel):
     max_batch_tokens: int = Field(default=512, ge=16)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     engine_model_name: Literal["dspark", "tensorrt_llm"] = "dspark"
-    num_threads: int | None = Field(default=None, ge=1)  # None: the cores this process may use
+    num_threads: int | None = Field(default=None, ge=1, le=256)  # None: the cores this process may use
 
 
 def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
