@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from dspark_trt.doctor import Finding
@@ -17,7 +18,7 @@ def print_findings(findings: list[Finding], is_ready: bool, console: Console) ->
     for column in ("", "", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for finding in findings:
-        table.add_row(finding.name, MARKS[finding.status], finding.found, finding.fix)
+        table.add_row(finding.name, MARKS[finding.status], escape(finding.found), escape(finding.fix))
     console.print(table)
     console.print("This machine can build and generate." if is_ready else "Not ready: see the missing lines above.")
 
@@ -35,7 +36,7 @@ def print_build(description: dict[str, Any], console: Console) -> None:
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     console.print(table)
     console.print(_step_table(description["step_table"]))
     for name, stage in description["stages"].items():
