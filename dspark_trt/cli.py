@@ -5,6 +5,7 @@ Exit codes: 0 ok, 2 user error, 3 environment missing, 4 a check failed.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -264,6 +265,8 @@ def _parse_json(option: str, text: str | None) -> dict[str, Any] | None:
 
 def main() -> None:
     """Entry point: one message and the right exit code for every error that a user can cause."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a character does not end the generation
     try:
         app(standalone_mode=True)
     except DSparkError as error:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +67,18 @@ def test_result_has_the_documented_fields(deployment: Deployment) -> None:
     assert set(result) == FIELDS
     assert len(result["accepted_lens"]) == len(result["verify_lens"]) == result["num_steps"]
     assert 1 + sum(result["accepted_lens"]) == len(result["token_ids"])
+
+
+def test_terminal_without_unicode_does_not_end_the_generation(output: Path) -> None:
+    options = ["--prompt", "a", "--max-tokens", "40", "--temperature", "3", "--seed", "1", "--ignore-eos"]
+    result = subprocess.run(
+        [sys.executable, "-m", "dspark_trt", "generate", str(output), *options],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert b"?" in result.stdout
 
 
 @pytest.mark.parametrize("options", [[], ["--chat"]])
