@@ -18,16 +18,16 @@ $(VENV)/.installed: pyproject.toml
 	$(PY) -m pip install --quiet --editable ".[onnxruntime,client,reference]" --group dev
 	touch $@
 
-system-packages: ## Debian packages that serving and load tests need, where apt-get may install them
+system-packages: venv ## Debian packages that serving and load tests need, where apt-get may install them
 	build_scripts/install_system_packages.sh
 
 $(TARGET): | $(VENV)/.installed
 	$(PY) build_scripts/fetch_demo_target.py build/downloads
 
-demo: venv system-packages $(TARGET) ## build, serve, chat, load-test and print the table
+demo: system-packages $(TARGET) ## build, serve, chat, load-test and print the table
 	$(PY) perf/demo.py --target $(TARGET) --drafter $(DRAFTER) --output $(BUILD)
 
-test: venv system-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included
+test: system-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included
 	$(PY) -m pytest
 
 lint: venv
