@@ -10,6 +10,7 @@ from rich.table import Table
 
 from dspark_trt.doctor import Finding
 
+TABLE_WIDTH = 120  # characters; a narrower terminal wraps the lines and loses no digit
 MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]optional[/]"}
 
 
@@ -38,7 +39,7 @@ def print_build(description: dict[str, Any], console: Console) -> None:
     for name, value in facts.items():
         table.add_row(name, escape(value))
     console.print(table)
-    console.print(_step_table(description["step_table"]))
+    console.print(_step_table(description["step_table"]), width=max(console.width, TABLE_WIDTH), crop=False)
     for name, stage in description["stages"].items():
         size = sum(output["bytes"] for output in stage["outputs"].values())
         console.print(f"{name:<18} {stage['key'][:16]}  {size / 1e6:9.1f} MB  {stage['created']}", highlight=False)
@@ -61,7 +62,7 @@ def _head(drafter: dict[str, Any]) -> str:
 
 def _step_table(data: dict[str, Any]) -> Table:
     shown = [index for index, tokens in enumerate(data["batch_tokens"]) if tokens & (tokens - 1) == 0]
-    table = Table(title="step table: milliseconds by requests and batch_tokens", title_justify="left")
+    table = Table(title="step table: milliseconds by requests and batch_tokens", title_justify="left", box=None)
     table.add_column("requests", justify="right")
     for index in shown:
         table.add_column(str(data["batch_tokens"][index]), justify="right")
