@@ -39,7 +39,8 @@ def print_build(description: dict[str, Any], console: Console) -> None:
     for name, value in facts.items():
         table.add_row(name, escape(value))
     console.print(table)
-    console.print(_step_table(description["step_table"]), width=max(console.width, TABLE_WIDTH), crop=False)
+    wide = Console(file=console.file, width=max(console.width, TABLE_WIDTH))
+    wide.print(_step_table(description["step_table"]))
     for name, stage in description["stages"].items():
         size = sum(output["bytes"] for output in stage["outputs"].values())
         console.print(f"{name:<18} {stage['key'][:16]}  {size / 1e6:9.1f} MB  {stage['created']}", highlight=False)
