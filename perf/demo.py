@@ -35,7 +35,8 @@ def stream_answer(server: TritonServer, question: str) -> None:
         json.dumps(body).encode(),
         {"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(request, timeout=120) as response:
         for line in response:
             if line.startswith(b"data:"):
                 print(json.loads(line[5:])["text_output"], end="", flush=True)

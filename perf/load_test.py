@@ -84,8 +84,12 @@ def measure(
             "--profile-export-file": export,
         }
         command = [tool.executable, "--streaming", "--async", *(str(part) for pair in options.items() for part in pair)]
+        environment = {
+            **tool.environment(),
+            "no_grpc_proxy": grpc_address.rpartition(":")[0],
+        }  # measure the server itself
         try:
-            done = subprocess.run(command, env=tool.environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise LoadTestError(
                 f"perf_analyzer did not finish {num_measured + concurrency} requests within {TIMEOUT_S} s; "
