@@ -15,7 +15,8 @@ $(VENV)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	$(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install --quiet --editable ".[onnxruntime,client,reference]" --group dev
+	$(PY) -m pip install --quiet --editable ".[onnxruntime,client,reference,tensorrt-rtx]" --group dev
+	$(PY) -m pip install --quiet --no-deps --group kernels
 	touch $@
 
 system-packages: venv ## Debian packages that serving and load tests need, where apt-get may install them
