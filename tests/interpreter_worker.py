@@ -1,12 +1,16 @@
 """Runs the launches of an operation under Triton's CPU interpreter, on torch tensors with poisoned surroundings.
 
-Imported by the process that `interpreted_kernels` starts only. Triton 3.9's interpreter keeps bfloat16 as uint16 and multiplies these integers in tl.dot; here they are widened first.
+Fails where an address outside of the operation's tensors is read or written, where a value from there reaches a result, and
+where an input changes.
+
+Imported by the process that `interpreted_kernels` starts only. Triton 3.9's interpreter keeps bfloat16 as uint16 and multiplies
+these integers in tl.dot; here they are widened first.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton and the kernel modules are imported
@@ -32,6 +36,39 @@ def _widened(handle: TensorHandle) -> TensorHandle:
 
 _create_dot = InterpreterBuilder.create_dot
 InterpreterBuilder.create_dot = lambda builder, a, b, *rest: _create_dot(builder, _widened(a), _widened(b), *rest)
+
+
+class MemoryCheck:
+    """Every address that a kernel reads or writes has to be inside of a tensor of the operation."""
+
+    def __init__(self) -> None:
+        self._begins = self._ends = np.zeros(0, np.uint64)
+        load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+        def checked_load(builder: Any, pointers: TensorHandle, mask: TensorHandle, *rest: Any) -> Any:
+            self._check("read", pointers, mask)
+            return load(builder, pointers, mask, *rest)
+
+        def checked_store(builder: Any, pointers: TensorHandle, value: Any, mask: TensorHandle, *rest: Any) -> Any:
+            self._check("written", pointers, mask)
+            return store(builder, pointers, value, mask, *rest)
+
+        InterpreterBuilder.create_masked_load = checked_load
+        InterpreterBuilder.create_masked_store = checked_store
+
+    def allow(self, tensors: Iterable[torch.Tensor]) -> None:
+        ranges = sorted((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors if tensor.nbytes)
+        self._begins, self._ends = (np.array(column, np.uint64) for column in zip(*ranges, strict=True))
+
+    def _check(self, what: str, pointers: TensorHandle, mask: TensorHandle) -> None:
+        addresses = pointers.data[mask.data]
+        num_bytes = max(pointers.get_element_ty().primitive_bitwidth // 8, 1)
+        owner = np.searchsorted(self._begins, addresses, side="right").astype(np.int64) - 1
+        is_inside = (owner >= 0) & (addresses + np.uint64(num_bytes) <= self._ends[owner])
+        assert is_inside.all(), f"{np.count_nonzero(~is_inside)} elements {what} outside of every tensor"
+
+
+_memory = MemoryCheck()
 
 
 class GuardedTensor:
@@ -64,6 +101,7 @@ def run(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> dict[str, N
     tensors = {tensor.name: GuardedTensor(tensor, extents, inputs[tensor.name]) for tensor in operation.inputs}
     before = {name: tensor.value.clone() for name, tensor in tensors.items()}
     tensors |= {tensor.name: GuardedTensor(tensor, extents) for tensor in (*operation.outputs, *operation.workspace)}
+    _memory.allow(tensor.value for tensor in tensors.values())
     for launch in operation.launches(extents):
         if 0 in launch.grid:
             continue
