@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from dspark_trt import host
+from dspark_trt.serving.server_tree import LAST_PYTHON
 
 Status = Literal["ok", "missing", "optional"]
 
@@ -76,7 +77,7 @@ def _serving() -> list[Finding]:
             "tritonserver",
             "ok" if server else "optional",
             server or "not on PATH",
-            "" if server else "`dspark-trt serve` assembles one from the nvidia-pytriton wheel on first use",
+            "" if server else _how_to_get_a_server(),
         ),
         Finding(
             f"libpython{version}",
@@ -86,6 +87,12 @@ def _serving() -> list[Finding]:
         ),
         Finding("glibc", "ok", platform.libc_ver()[1] or "not glibc"),
     ]
+
+
+def _how_to_get_a_server() -> str:
+    if sys.version_info[:2] > LAST_PYTHON:
+        return f"`dspark-trt serve` needs one, or Python {LAST_PYTHON[0]}.{LAST_PYTHON[1]} or older to assemble its own"
+    return "`dspark-trt serve` assembles one from the nvidia-pytriton wheel on first use"
 
 
 def _accelerator() -> list[Finding]:

@@ -30,7 +30,7 @@ from dspark_trt.serving.tool_cache import assemble, default_cache_folder, downlo
 
 WHEEL_VERSION = "0.7.0"  # carries Triton 2.51.0
 NUMPY_VERSION = "1.26.4"  # the last release of numpy 1
-_LAST_PYTHON = (3, 12)  # that numpy 1 was released for
+LAST_PYTHON = (3, 12)  # that numpy 1 was released for
 _SERVER = "pytriton/tritonserver"
 _LIBRARIES = "nvidia_pytriton.libs"
 
@@ -60,10 +60,10 @@ def find_server(cache: Path | None = None) -> ServerTree:
     installed = shutil.which("tritonserver")
     if installed is not None:
         return ServerTree(executable=Path(installed))
-    if sys.version_info[:2] > _LAST_PYTHON:
+    if sys.version_info[:2] > LAST_PYTHON:
         raise EnvironmentMissingError(
             f"no tritonserver on PATH, and the one inside nvidia-pytriton {WHEEL_VERSION} needs numpy 1: expected Python "
-            f"{_LAST_PYTHON[0]}.{_LAST_PYTHON[1]} or older, found {sys.version_info[0]}.{sys.version_info[1]}; run "
+            f"{LAST_PYTHON[0]}.{LAST_PYTHON[1]} or older, found {sys.version_info[0]}.{sys.version_info[1]}; run "
             "dspark-trt under that one (make PYTHON=python3.12), or put a tritonserver on PATH"
         )
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
