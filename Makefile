@@ -10,25 +10,30 @@ DRAFTER := examples/smollm2-135m-dspark
 
 venv: $(VENV)/.installed ## everything, into .venv
 
-# torch first and alone: with it installed nothing else asks for a build of several gigabytes
-$(VENV)/.installed: pyproject.toml
+# what building, serving and load-testing need; no torch
+$(VENV)/.serving: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	$(PY) -m pip install --quiet --editable ".[onnxruntime,client]"
+	touch $@
+
+# what tests and lint need besides; torch first and alone, so that nothing else chooses another build of it
+$(VENV)/.installed: $(VENV)/.serving
 	$(PY) -m pip install --quiet torch==2.13.0
 	$(PY) -m pip install --quiet --editable ".[onnxruntime,client,reference,tensorrt-rtx]" --group dev
 	$(PY) -m pip install --quiet --no-deps --group kernels
 	touch $@
 
-system-packages: venv ## Debian packages that serving and load tests need, where apt-get may install them
+system-packages: $(VENV)/.serving ## Debian packages that serving and load tests need, where apt-get may install them
 	build_scripts/install_system_packages.sh
 
-$(TARGET): | $(VENV)/.installed
+$(TARGET): | $(VENV)/.serving
 	$(PY) build_scripts/fetch_demo_target.py build/downloads
 
 demo: system-packages $(TARGET) ## build, serve, chat, load-test and print the table
 	$(PY) perf/demo.py --target $(TARGET) --drafter $(DRAFTER) --output $(BUILD)
 
-test: system-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included
+test: venv system-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included
 	$(PY) -m pytest
 
 lint: venv

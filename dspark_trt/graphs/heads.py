@@ -32,6 +32,7 @@ def markov_head_form(spec: DrafterSpec) -> MarkovHeadForm:
     return MarkovHeadForm(
         gamma=spec.gamma,
         vocab_size=spec.decoder.vocab_size,
+        hidden_size=spec.decoder.hidden_size,
         markov_rank=spec.markov_rank,
         head_type=spec.markov_head_type,
         has_confidence_head=spec.has_confidence_head,

@@ -7,6 +7,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -153,6 +154,24 @@ def test_failed_first_build_of_a_missing_target_says_what_to_do(recipe: BuildRec
 def test_default_length_follows_a_target_of_short_context(recipe: BuildRecipe, tmp_path: Path) -> None:
     build(recipe.model_copy(update={"max_seq_len": None}), tmp_path / "out")
     assert inspect_build(tmp_path / "out")["recipe"]["max_seq_len"] == 512
+
+
+@pytest.mark.parametrize(
+    ("family", "given", "expected"),
+    [
+        ("qwen3", {}, {"enable_thinking": False}),
+        ("qwen3", {"enable_thinking": True}, {"enable_thinking": True}),
+        ("llama", {}, {}),
+    ],
+)
+def test_qwen3_chats_do_not_think_unless_asked(
+    tmp_path: Path, family: Any, given: dict[str, bool], expected: dict[str, bool]
+) -> None:
+    target = write_target(tmp_path / "target", family=family, vocab_size=320, head_dim=16, tokenizer=True)
+    drafter = write_drafter(tmp_path / "drafter", target)
+    build(BuildRecipe(target=str(target), drafter=str(drafter), chat_template_kwargs=given, **LIMITS), tmp_path / "out")
+    settings = json.loads((tmp_path / "out" / "checkpoints" / "tokenizer" / "text.json").read_text())
+    assert settings["chat_template_kwargs"] == expected
 
 
 def test_inspect_tells_the_whole_chain(finished: Path) -> None:
