@@ -29,6 +29,7 @@ DATA = Path(__file__).parent / "data"
 PROMPTS = tuple(sorted(DATA.glob("*.json")))
 ON_AND_OFF = ("early_stop", "off")
 TIMEOUT_S = 600
+NUM_ATTEMPTS = 3
 
 
 class LoadTestError(DSparkError):
@@ -68,39 +69,49 @@ def measure(
 ) -> LoadResult:
     """Load a running server. `num_requests` measured requests (default: 12, at least 3 rounds of `concurrency`).
 
-    `scheduler` is what the result is called. Raises LoadTestError.
+    `scheduler` is what the result is called. A load whose export is cut short is repeated: perf_analyzer now and then ends
+    well with a part of the file unwritten. Raises LoadTestError.
     """
     num_measured = num_requests or max(12, 3 * concurrency)
-    with tempfile.TemporaryDirectory(prefix="dspark-trt-load-") as folder:
-        inputs, export = Path(folder) / "inputs.json", Path(folder) / "export.json"
-        inputs.write_text(json.dumps({"data": _alternating(prompts)}))
-        options = {
-            "-m": "ensemble",
-            "-u": grpc_address,
-            "-i": "grpc",
-            "--input-data": inputs,
-            "--concurrency-range": f"{concurrency}:{concurrency}",
-            "--request-count": num_measured + concurrency,
-            "--profile-export-file": export,
-        }
-        command = [tool.executable, "--streaming", "--async", *(str(part) for pair in options.items() for part in pair)]
-        environment = {
-            **tool.environment(),
-            "no_grpc_proxy": grpc_address.rpartition(":")[0],
-        }  # measure the server itself
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise LoadTestError(
-                f"perf_analyzer did not finish {num_measured + concurrency} requests within {TIMEOUT_S} s; "
-                "lower --requests, or look at the server's log"
-            ) from None
-        if done.returncode != 0 or not export.exists():
-            raise LoadTestError(f"perf_analyzer failed against {grpc_address}:\n{(done.stdout + done.stderr)[-2000:]}")
-        try:
-            return read_export(export, scheduler=scheduler, num_warmup=concurrency)
-        except ValueError as error:
-            raise LoadTestError(str(error)) from None
+    for _ in range(NUM_ATTEMPTS):
+        with tempfile.TemporaryDirectory(prefix="dspark-trt-load-") as folder:
+            export = Path(folder) / "export.json"
+            _run(tool, grpc_address, concurrency, num_measured + concurrency, prompts, export)
+            try:
+                return read_export(export, scheduler=scheduler, num_warmup=concurrency)
+            except json.JSONDecodeError as error:
+                print(f"perf_analyzer left its export incomplete ({error}); measuring again", file=sys.stderr)
+            except ValueError as error:
+                raise LoadTestError(str(error)) from None
+    raise LoadTestError(f"perf_analyzer left its export incomplete {NUM_ATTEMPTS} times")
+
+
+def _run(
+    tool: PerfAnalyzer, grpc_address: str, concurrency: int, num_requests: int, prompts: Iterable[Path], export: Path
+) -> None:
+    inputs = export.with_name("inputs.json")
+    inputs.write_text(json.dumps({"data": _alternating(prompts)}))
+    options = {
+        "-m": "ensemble",
+        "-u": grpc_address,
+        "-i": "grpc",
+        "--input-data": inputs,
+        "--concurrency-range": f"{concurrency}:{concurrency}",
+        "--request-count": num_requests,
+        "--profile-export-file": export,
+    }
+    command = [tool.executable, "--streaming", "--async", *(str(part) for pair in options.items() for part in pair)]
+    measure_the_server_itself = {"no_grpc_proxy": grpc_address.rpartition(":")[0]}
+    environment = {**tool.environment(), **measure_the_server_itself}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise LoadTestError(
+            f"perf_analyzer did not finish {num_requests} requests within {TIMEOUT_S} s; "
+            "lower --requests, or look at the server's log"
+        ) from None
+    if done.returncode != 0 or not export.exists():
+        raise LoadTestError(f"perf_analyzer failed against {grpc_address}:\n{(done.stdout + done.stderr)[-2000:]}")
 
 
 def _alternating(prompts: Iterable[Path]) -> list[dict[str, list[object]]]:
