@@ -27,13 +27,15 @@ class GqaAttention:
 
     def attend(self, layer: int, query: str, key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
+        packed = builder.op("Concat", query, key, value, axis=1)  # one gather a group instead of three
         outputs = []
         for group in self._groups:
-            padded = [builder.op("Gather", x, group.tokens, axis=0) for x in (query, key, value)]
             keys, values = group.caches(layer)
             attended, _, _ = builder.multi_op(
                 "GroupQueryAttention",
-                *padded,
+                builder.op("Gather", packed, group.tokens, axis=0),
+                "",
+                "",
                 keys,
                 values,
                 group.last_positions,
