@@ -190,4 +190,9 @@ def _exclusive(output: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ManifestError(f"another build is running in {output}; wait for it or give another --output") from None
-        yield
+        try:
+            yield
+        finally:
+            if [path.name for path in output.iterdir()] == [".lock"]:  # a first build that made nothing leaves nothing
+                (output / ".lock").unlink()
+                output.rmdir()

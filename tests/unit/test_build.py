@@ -149,6 +149,7 @@ def test_stage_names_are_those_of_the_stages() -> None:
 def test_failed_first_build_of_a_missing_target_says_what_to_do(recipe: BuildRecipe, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         build(recipe.model_copy(update={"target": str(tmp_path / "none" / "x" / "y")}), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_default_length_follows_a_target_of_short_context(recipe: BuildRecipe, tmp_path: Path) -> None:
