@@ -99,3 +99,16 @@ def test_refusal_of_the_operating_system_is_one_message_without_a_traceback() ->
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
     assert "Is a directory" in result.stderr
+
+
+def test_build_of_a_quantised_engine_says_what_that_means_for_greedy_text(tmp_path: Path) -> None:
+    from tests.factories import write_drafter, write_target
+
+    target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
+    drafter = write_drafter(tmp_path / "drafter", target)
+    arguments = ["--target", str(target), "--drafter", str(drafter), "--output", str(tmp_path / "out")]
+    limits = ["--max-slots", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
+    result = run("build", *arguments, *limits, "--precision", "int8")
+    assert result.returncode == 0, result.stderr
+    assert "int8: 8-bit weights" in result.stdout
+    assert "greedy text can depend on the schedule" in result.stdout
