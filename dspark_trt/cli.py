@@ -71,6 +71,7 @@ def build(
 ) -> None:
     """Turn a target and a drafter into engines, a step table and a Triton model repository."""
     from dspark_trt.build import build as run_build
+    from dspark_trt.inspection import NUMERIC_NOTES
     from dspark_trt.recipe import load_recipe
 
     overrides: dict[str, Any] = {
@@ -105,6 +106,8 @@ def build(
         results = run_build(resolved, output, verify=verify, progress=progress)
     for result in results:
         print(f"{result.stage:<18} {'built' if result.was_built else 'kept':<6} {result.seconds:7.2f} s")
+    if resolved.precision != "fp32":
+        print(f"\n{resolved.precision}: {NUMERIC_NOTES[resolved.precision]}")
     print(
         f"\nserve it:  dspark-trt serve {output}\n     or:  tritonserver --model-repository={output}/triton_model_repo"
     )
