@@ -35,8 +35,8 @@ _GQA_HEAD_DIM_MULTIPLE = 8
 class AttentionEmitter(Protocol):
     """Attention of one graph."""
 
-    def attend(self, layer: int, query: str, key: str, value: str) -> str:
-        """Write keys and values into the layer's cache and attend: [T, N*H], [T, K*H], [T, K*H] -> [T, N*H]."""
+    def attend(self, layer: int, query_key: str, value: str) -> str:
+        """Write keys and values into the layer's cache and attend: [T, (N+K)*H], [T, K*H] -> [T, N*H]."""
         ...
 
 

@@ -16,6 +16,7 @@ from onnx import TensorProto
 from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+from dspark_trt.graphs.rotary import split_query_key
 
 _NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_length and query_seqlens
 
@@ -66,8 +67,9 @@ class FoldedBlockAttention:
             longest = builder.op("Add", builder.op("ReduceMax", last, builder.vector(0)), builder.scalar(1))
             self._longest = builder.op("Cast", longest, to=TensorProto.INT32)
 
-    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+    def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
+        query, key = split_query_key(builder, spec, query_key)
         keys, last_key = self._write(bindings.key_cache(bindings.CONTEXT, layer), key)
         values, last_value = self._write(bindings.value_cache(bindings.CONTEXT, layer), value)
         attended, _, _ = builder.multi_op(

@@ -25,9 +25,9 @@ class GqaAttention:
         self._spec = spec
         self._groups = [_Group(builder, group) for group in bindings.TARGET_GROUPS]
 
-    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+    def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
-        packed = builder.op("Concat", query, key, value, axis=1)  # one gather a group instead of three
+        packed = builder.op("Concat", query_key, value, axis=1)  # one gather a group instead of three
         outputs = []
         for group in self._groups:
             keys, values = group.caches(layer)

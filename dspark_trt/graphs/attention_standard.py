@@ -19,6 +19,7 @@ from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.dims import DrafterDims, TargetDims
 from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.rotary import split_query_key
 
 
 class StandardCausalAttention:
@@ -45,8 +46,9 @@ class StandardCausalAttention:
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
                 self._masks[group] = _mask(builder, last_seen, dims.cache.capacity)
 
-    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+    def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
+        query, key = split_query_key(builder, spec, query_key)
         outputs = []
         for group, rows in self._rows.items():
             attended = rows.attend(layer, query, key, value, self._masks[group])  # [B, S, N * H]
@@ -76,8 +78,9 @@ class StandardBlockAttention:
             )  # [B, G]
             self._mask = _mask(builder, last_seen, dims.cache.capacity)
 
-    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+    def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
+        query, key = split_query_key(builder, spec, query_key)
         attended = self._rows.attend(layer, query, key, value, self._mask)
         blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)  # [R, G, N * H]
         return builder.op("Reshape", blocks, builder.vector(-1, spec.num_heads * spec.head_dim))

@@ -69,9 +69,7 @@ class DecoderParts:
         """One whole decoder layer: its raw output, [T, D] -> [T, D]."""
         with self._builder.scope(f"layers.{layer}"):
             normed = self.norm(x, f"layers.{layer}.input_layernorm")
-            attended = attention.attend(
-                layer, self.query(layer, normed), self.key(layer, normed), self.value(layer, normed)
-            )
+            attended = attention.attend(layer, self.query_key(layer, normed), self.value(layer, normed))
             x = self._builder.op("Add", x, self.attention_output(layer, attended))
             mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm"))
             return self._builder.op("Add", x, mlp)
@@ -81,10 +79,12 @@ class DecoderParts:
         weight = self._builder.initializer(self._source.float32(f"{module}.weight"))
         return self._builder.op("RMSNormalization", x, weight, axis=-1, epsilon=self._spec.rms_norm_eps)
 
-    def query(self, layer: int, x: str) -> str:
-        """[T, D] -> [T, N * H], normalised per head where the family does so, and rotated."""
-        normed = self._head_norm(layer, "q", self._project(layer, "q", x), self._spec.num_heads)
-        return self._rotary.rotate(normed, self._spec.num_heads)
+    def query_key(self, layer: int, x: str) -> str:
+        """[T, D] -> [T, (N + K) * H], normalised per head where the family does so, and rotated."""
+        spec = self._spec
+        query = self._head_norm(layer, "q", self._project(layer, "q", x), spec.num_heads)
+        key = self._head_norm(layer, "k", self._project(layer, "k", x), spec.num_kv_heads)
+        return self._rotary.rotate(self._builder.op("Concat", query, key, axis=1), spec.num_heads + spec.num_kv_heads)
 
     def key(self, layer: int, x: str) -> str:
         """[T, D] -> [T, K * H], normalised per head where the family does so, and rotated."""
