@@ -46,14 +46,14 @@ def one_token_batch() -> TargetBatch:
     )
 
 
-def weight_bytes(folder: Path) -> int:
-    """Bytes of float32 weights that a step reads: every parameter of the target once (the tied head is the embedding)."""
-    spec = json.loads((folder / "checkpoints" / "target.json").read_text())
-    decoder = spec["decoder"]
-    hidden, heads = decoder["hidden_size"], decoder["head_dim"]
-    attention = hidden * heads * (2 * decoder["num_heads"] + 2 * decoder["num_kv_heads"])
-    layer = attention + 3 * hidden * decoder["intermediate_size"]
-    return 4 * (decoder["num_layers"] * layer + decoder["vocab_size"] * hidden)
+def step_bytes(folder: Path) -> int:
+    """Bytes that a step has to read: every float32 weight once (a tied head is the embedding), and the context's K and V."""
+    decoder = json.loads((folder / "checkpoints" / "target.json").read_text())["decoder"]
+    hidden, head_dim, num_kv_heads = decoder["hidden_size"], decoder["head_dim"], decoder["num_kv_heads"]
+    attention = hidden * head_dim * (2 * decoder["num_heads"] + 2 * num_kv_heads)
+    mlp = 3 * hidden * decoder["intermediate_size"]
+    context = 2 * num_kv_heads * head_dim * CONTEXT_DEPTH_TOKENS
+    return 4 * (decoder["num_layers"] * (attention + mlp + context) + decoder["vocab_size"] * hidden)
 
 
 def _timed_ms(deployment: Deployment, batch: TargetBatch) -> float:
@@ -79,11 +79,11 @@ def main(folder: Path) -> None:
             bandwidth = (before + read_bandwidth(pool, parts)) / 2
             bandwidths.append(bandwidth)
             steps.append(step_ms)
-            ratios.append(step_ms / (weight_bytes(folder) / bandwidth * 1e3))
+            ratios.append(step_ms / (step_bytes(folder) / bandwidth * 1e3))
     ratio, step_ms = statistics.median(ratios), statistics.median(steps)
-    bound_ms = weight_bytes(folder) / statistics.median(bandwidths) * 1e3
+    bound_ms = step_bytes(folder) / statistics.median(bandwidths) * 1e3
     result = {
-        "weight_bytes": weight_bytes(folder),
+        "step_bytes": step_bytes(folder),
         "bandwidth_gb_per_s": round(statistics.median(bandwidths) / 1e9, 2),
         "bound_ms": round(bound_ms, 2),
         "step_ms": round(step_ms, 2),
