@@ -135,7 +135,9 @@ def generate(
     log_probs: Annotated[int | None, typer.Option(help="Log probabilities, with N alternatives.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind EOS.")] = False,
     no_draft: Annotated[bool, typer.Option("--no-draft", help="Plain decoding.")] = False,
-    verify_len: Annotated[int | None, typer.Option(help="Verify exactly so many drafts a step.")] = None,
+    verify_len: Annotated[
+        int | None, typer.Option(help="Verify so many drafts a step, as far as the token budget holds them.")
+    ] = None,
     scheduler: Annotated[
         str | None, typer.Option(help="early_stop | lagged_budget | threshold  [default: early_stop]")
     ] = None,
