@@ -6,6 +6,7 @@ Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` v
 A *row group* is one attention call: a contiguous range of B KV rows with their queries padded to S. The target has two,
 `decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row without
 tokens, B = S = 1.
+`float` is the element type of the graph (`dims`): float32, float16 or bfloat16.
 Caches are bound as that range of the pool, and every cache output is the same memory as its input.
 
 | graph | input | type, shape | meaning |
@@ -17,8 +18,8 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | {group}.tokens | int64 [B, S] | packed index of each padded query slot; padding points at any token |
 | | {group}.past_lengths | int64 [B] | valid positions of the row; 0 for a row without tokens |
 | | {group}.query_lengths | int64 [B] | tokens of the row, 0 for a row without tokens |
-| | {group}.key_cache.{layer}, .value_cache. | float32 [B, K, C, H] | range of the pool |
-| ingest | taps | float32 [T, M*D] | |
+| | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | range of the pool |
+| ingest | taps | float [T, M*D] | |
 | | positions | int64 [T] | |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
 | | context.tokens, .past_lengths, .query_lengths | int64 | `standard` attention: a row group |
@@ -31,11 +32,12 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | graph | output | type, shape |
 |---|---|---|
 | target | logits | float32 [L, V] |
-| | taps | float32 [T, M*D], absent without tap layers |
+| | taps | float [T, M*D], absent without tap layers |
 | draft | draft_ids | int64 [R, G] |
 | | draft_logits | float32 [R, G, V] |
 | | confidence_logits | float32 [R, G], absent without a confidence head |
 | all | {cache}.out | the cache of that name, written in place |
+| select | | inputs and outputs of `dspark::PrefixSelect` in `lagged_budget`, by their names (plugins/prefix_select/README.md) |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 """
 
@@ -44,11 +46,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dspark_trt.dims import CacheDims, DrafterDims, TargetDims
+from dspark_trt_plugins.operation import Tensor
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
+from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
+
+from dspark_trt.dims import DrafterDims, TargetDims
 
 TARGET_GRAPH = "target.onnx"
 INGEST_GRAPH = "drafter_ingest.onnx"
 DRAFT_GRAPH = "drafter_draft.onnx"
+SELECT_GRAPH = "prefix_select.onnx"
 
 DECODE = "decode"
 PREFILL = "prefill"
@@ -74,7 +81,7 @@ DRAFT_IDS = "draft_ids"
 DRAFT_LOGITS = "draft_logits"
 CONFIDENCE_LOGITS = "confidence_logits"
 
-ElementType = Literal["int64", "float32"]
+ElementType = Literal["bool", "int64", "float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,18 +131,18 @@ def row_group(group: str) -> tuple[Binding, ...]:
     )
 
 
-def caches(group: str, cache: CacheDims) -> tuple[Binding, ...]:
+def caches(group: str, dims: TargetDims | DrafterDims) -> tuple[Binding, ...]:
     """Cache inputs: keys and values, layer after layer."""
-    shape = (f"B_{group}", *cache.row_shape)
+    shape = (f"B_{group}", *dims.cache.row_shape)
     return tuple(
-        Binding(name(group, layer), "float32", shape)
-        for layer in range(cache.num_layers)
+        Binding(name(group, layer), dims.element_type, shape)
+        for layer in range(dims.cache.num_layers)
         for name in (key_cache, value_cache)
     )
 
 
-def cache_outputs(group: str, cache: CacheDims) -> tuple[Binding, ...]:
-    return tuple(Binding(cache_output(b.name), b.element_type, b.shape) for b in caches(group, cache))
+def cache_outputs(group: str, dims: TargetDims | DrafterDims) -> tuple[Binding, ...]:
+    return tuple(Binding(cache_output(b.name), b.element_type, b.shape) for b in caches(group, dims))
 
 
 def target_inputs(dims: TargetDims) -> tuple[Binding, ...]:
@@ -145,31 +152,31 @@ def target_inputs(dims: TargetDims) -> tuple[Binding, ...]:
         Binding(LOGIT_ROWS, "int64", ("L",)),
         Binding(OUTPUT_SLOTS, "int64", ("T",)),
         *(binding for group in TARGET_GROUPS for binding in row_group(group)),
-        *(binding for group in TARGET_GROUPS for binding in caches(group, dims.cache)),
+        *(binding for group in TARGET_GROUPS for binding in caches(group, dims)),
     )
 
 
 def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
-    taps = (Binding(TAPS, "float32", ("T", dims.tap_width)),) if dims.num_taps else ()
+    taps = (Binding(TAPS, dims.element_type, ("T", dims.tap_width)),) if dims.num_taps else ()
     return (
         Binding(LOGITS, "float32", ("L", dims.vocab_size)),
         *taps,
-        *(binding for group in TARGET_GROUPS for binding in cache_outputs(group, dims.cache)),
+        *(binding for group in TARGET_GROUPS for binding in cache_outputs(group, dims)),
     )
 
 
 def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
     where = row_group(CONTEXT) if dims.attention == "standard" else (Binding(ROWS, "int64", ("T",)),)
     return (
-        Binding(TAPS, "float32", ("T", dims.tap_width)),
+        Binding(TAPS, dims.element_type, ("T", dims.tap_width)),
         Binding(POSITIONS, "int64", ("T",)),
         *where,
-        *caches(CONTEXT, dims.cache),
+        *caches(CONTEXT, dims),
     )
 
 
 def ingest_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return cache_outputs(CONTEXT, dims.cache)
+    return cache_outputs(CONTEXT, dims)
 
 
 def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
@@ -181,19 +188,37 @@ def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
         Binding(BLOCK_ROWS, "int64", ("R",)),
         Binding(ROW_REQUESTS, "int64", (f"B_{CONTEXT}",)),
         Binding(ROW_QUERY_LENGTHS, "int64", (f"B_{CONTEXT}",)),
-        *caches(CONTEXT, dims.cache),
+        *caches(CONTEXT, dims),
     )
 
 
 def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
     block: tuple[Binding, ...] = ()
     if dims.attention == "drafter":
-        block = tuple(Binding(cache_block_output(b.name), b.element_type, b.shape) for b in caches(CONTEXT, dims.cache))
+        block = tuple(Binding(cache_block_output(b.name), b.element_type, b.shape) for b in caches(CONTEXT, dims))
     confidence = (Binding(CONFIDENCE_LOGITS, "float32", ("R", dims.gamma)),) if dims.has_confidence_head else ()
     return (
         Binding(DRAFT_IDS, "int64", ("R", dims.gamma)),
         Binding(DRAFT_LOGITS, "float32", ("R", dims.gamma, dims.vocab_size)),
         *confidence,
-        *cache_outputs(CONTEXT, dims.cache),
+        *cache_outputs(CONTEXT, dims),
         *block,
     )
+
+
+def select_form(dims: DrafterDims) -> PrefixSelectForm:
+    """The selection that runs between draft and verification on a device, where K is known beforehand."""
+    return PrefixSelectForm(dims.gamma, "lagged_budget")
+
+
+def select_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    return tuple(_binding(tensor) for tensor in PrefixSelectOperation(select_form(dims)).inputs)
+
+
+def select_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    return tuple(_binding(tensor) for tensor in PrefixSelectOperation(select_form(dims)).outputs)
+
+
+def _binding(tensor: Tensor) -> Binding:
+    assert tensor.element_type != "int32", "the index tensors of a graph are int64"
+    return Binding(tensor.name, tensor.element_type, tensor.shape)

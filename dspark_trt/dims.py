@@ -15,6 +15,7 @@ from dspark_trt.engines.protocol import EngineLimits
 from dspark_trt.errors import EngineBuildError
 
 Attention = Literal["gqa", "drafter", "standard"]
+FloatType = Literal["float32", "float16", "bfloat16"]  # of weights, hidden states, taps and caches
 
 METADATA_KEY = "dspark_dims"  # of the graph's metadata_props
 SCHEMA_VERSION = 1
@@ -22,7 +23,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class CacheDims:
-    """The KV memory of one model: for each layer a key and a value array [num_rows, K, C, H] float32."""
+    """The KV memory of one model: for each layer a key and a value array [num_rows, K, C, H]."""
 
     num_layers: int
     num_rows: int
@@ -45,6 +46,7 @@ class TargetDims:
     vocab_size: int  # V
     hidden_size: int  # D
     num_taps: int  # M
+    element_type: FloatType = "float32"
 
     @property
     def tap_width(self) -> int:
@@ -63,6 +65,7 @@ class DrafterDims:
     num_taps: int  # M
     gamma: int  # G
     has_confidence_head: bool
+    element_type: FloatType = "float32"
 
     @property
     def tap_width(self) -> int:

@@ -10,6 +10,7 @@ positions are valid (`past_lengths`); the engine never remembers lengths. A call
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,6 +79,37 @@ class DraftOutput:
     confidence_logits: Array | None  # [R, G] float32; None when the drafter has no confidence head
 
 
+@dataclass(frozen=True, slots=True)
+class SelectBatch:
+    """How the drafts of a block are chosen on the device: `lagged_budget`, whose K is known before anything is drafted.
+
+    R counts all requests that decode, those that draft first.
+    """
+
+    num_admitted: int  # K: so many drafts are admitted besides the forced ones, or all that are offered
+    caps: Array  # [R] int64 drafts verified at most; 0: does not draft
+    is_forced: Array  # [R] bool, verified at its cap
+    temperatures: Array  # [G] float32, STS (paper section 3.2.1)
+
+
+@dataclass(frozen=True, slots=True)
+class HostDrafts:
+    """What the host has to know of a block that was selected on the device; numpy arrays."""
+
+    draft_ids: Array  # [R_d, G] int64 of the requests that drafted
+    confidence_logits: Array | None  # [R_d, G] float32
+    verify_lens: Array  # [R] int64 of all requests that decode
+
+
+@dataclass(frozen=True, slots=True)
+class SelectedOutput:
+    """A draft block and its verification. Device arrays are valid until the next call of the engines."""
+
+    wait: Callable[[], HostDrafts]  # waits for the draft and its selection, not for the verification
+    draft_logits: Array  # [R_d, G, V] float32
+    target: TargetOutput  # logits of every decode token, then those asked for of the prefill chunks
+
+
 class TargetEngine(Protocol):
     """Verifies: one forward pass of the target over packed tokens.
 
@@ -111,3 +143,16 @@ class DraftEngine(Protocol):
     def draft(self, batch: DraftBatch) -> DraftOutput: ...
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None: ...
+
+
+class StepEngine(Protocol):
+    """Target and drafter on one device: draft, select and verify are enqueued without waiting for the host."""
+
+    def draft_and_verify(self, draft: DraftBatch, select: SelectBatch, plain: TargetBatch) -> SelectedOutput:
+        """One draft block, the selection of its drafts, and their verification.
+
+        `draft` is for the first R_d of the R requests that decode. `plain` is the step without drafts: its first R segments
+        are the anchors alone, prefill chunks behind; the selected drafts are inserted behind their anchors.
+        Raises EngineBuildError when the backend fails, CapacityError when the step exceeds the limits.
+        """
+        ...
