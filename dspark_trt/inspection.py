@@ -13,6 +13,8 @@ NUMERIC_NOTES = {
     "fp32": "float32: logits differ by about 4e-5 between steps of one and of eight tokens; greedy output is stable",
     "int8": "8-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
     "int4": "4-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+    "bf16": "bfloat16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+    "fp16": "float16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
 }
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from dspark_trt.errors import RecipeError
 
 Backend = Literal["auto", "onnxruntime"]
-Precision = Literal["fp32", "int8", "int4"]
+Precision = Literal["fp32", "int8", "int4", "bf16", "fp16"]
 
 
 class BuildRecipe(BaseModel):

@@ -13,12 +13,18 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from dspark_trt import __version__
-from dspark_trt.bindings import Binding
+from dspark_trt.bindings import Binding, ElementType
 
 OPSET = 24
 IR_VERSION = 11
 CONTRIB_DOMAIN = "com.microsoft"
-_ELEMENT_TYPES = {"int64": TensorProto.INT64, "float32": TensorProto.FLOAT}
+ONNX_TYPES: dict[ElementType, int] = {
+    "bool": TensorProto.BOOL,
+    "int64": TensorProto.INT64,
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+}
 
 
 class GraphBuilder:
@@ -127,4 +133,4 @@ class GraphBuilder:
 
 
 def _value_info(binding: Binding) -> onnx.ValueInfoProto:
-    return helper.make_tensor_value_info(binding.name, _ELEMENT_TYPES[binding.element_type], list(binding.shape))
+    return helper.make_tensor_value_info(binding.name, ONNX_TYPES[binding.element_type], list(binding.shape))

@@ -26,7 +26,7 @@ _ROWS_PER_CHUNK = 4096
 
 @dataclass(frozen=True, slots=True)
 class LinearBits:
-    """Bits of the weights of each kind of Linear layer; None: float32."""
+    """Bits of the weights of each kind of Linear layer; None: not quantised."""
 
     target_layers: int | None
     drafter_layers: int | None
@@ -35,7 +35,7 @@ class LinearBits:
 
 def linear_bits(precision: Precision) -> LinearBits:
     match precision:
-        case "fp32":
+        case "fp32" | "bf16" | "fp16":
             return LinearBits(None, None, None)
         case "int8":
             return LinearBits(8, 8, 8)
