@@ -1,15 +1,18 @@
-"""Fixtures that several test folders share. What is missing is fetched or built, never skipped."""
+"""Fixtures that several test folders share. What is missing is fetched or built, never skipped.
+
+Imports stand inside: the kernel tests of tests/gpu run on hosts that have torch and triton but not all of the package's own
+dependencies.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from fetch_demo_target import fetch
 
-from dspark_trt.build import build
-from dspark_trt.deployment import Deployment, load_deployment
-from dspark_trt.recipe import BuildRecipe
+if TYPE_CHECKING:
+    from dspark_trt.deployment import Deployment
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -17,6 +20,8 @@ REPOSITORY = Path(__file__).parent.parent
 @pytest.fixture(scope="session")
 def demo_target_path() -> Path:
     """The GGUF file of the demonstration target."""
+    from fetch_demo_target import fetch
+
     return fetch(REPOSITORY / "build" / "downloads")
 
 
@@ -28,6 +33,9 @@ def demo_drafter_path() -> Path:
 @pytest.fixture(scope="session")
 def demo_build(demo_target_path: Path, demo_drafter_path: Path) -> Path:
     """The demonstration build at build/smollm2: made once, kept while nothing it depends on changes."""
+    from dspark_trt.build import build
+    from dspark_trt.recipe import BuildRecipe
+
     output = REPOSITORY / "build" / "smollm2"
     build(BuildRecipe(target=str(demo_target_path), drafter=str(demo_drafter_path)), output)
     return output
@@ -35,4 +43,6 @@ def demo_build(demo_target_path: Path, demo_drafter_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def demo(demo_build: Path) -> Deployment:
+    from dspark_trt.deployment import load_deployment
+
     return load_deployment(demo_build)
