@@ -72,16 +72,27 @@ class DrafterDims:
         return self.num_taps * self.hidden_size
 
 
-def target_dims(spec: TargetSpec, *, num_taps: int, limits: EngineLimits, attention: Attention) -> TargetDims:
+def target_dims(
+    spec: TargetSpec,
+    *,
+    num_taps: int,
+    limits: EngineLimits,
+    attention: Attention,
+    element_type: FloatType = "float32",
+) -> TargetDims:
     """A row has room for max_seq_len and the longest query behind it, padding included.
 
     The region [max_seq_len, C) never holds a valid position, so rows without tokens may be written there.
     """
     cache = _cache(spec.decoder, limits, limits.max_seq_len + limits.max_batch_tokens)
-    return TargetDims(limits, cache, attention, spec.decoder.vocab_size, spec.decoder.hidden_size, num_taps)
+    return TargetDims(
+        limits, cache, attention, spec.decoder.vocab_size, spec.decoder.hidden_size, num_taps, element_type
+    )
 
 
-def drafter_dims(spec: DrafterSpec, *, limits: EngineLimits, attention: Attention) -> DrafterDims:
+def drafter_dims(
+    spec: DrafterSpec, *, limits: EngineLimits, attention: Attention, element_type: FloatType = "float32"
+) -> DrafterDims:
     """A row has room for max_seq_len, the draft block behind it and, where ingest pads, the longest padded chunk."""
     behind = max(spec.gamma, limits.max_batch_tokens) if attention == "standard" else spec.gamma
     return DrafterDims(
@@ -93,6 +104,7 @@ def drafter_dims(spec: DrafterSpec, *, limits: EngineLimits, attention: Attentio
         spec.num_taps,
         spec.gamma,
         spec.has_confidence_head,
+        element_type,
     )
 
 

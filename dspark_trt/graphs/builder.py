@@ -89,7 +89,8 @@ class GraphBuilder:
         """A weight. One that can be overridden is listed among the inputs too; ONNX Runtime then leaves it as it is
         in the file, memory-mapped, where it would pack a constant again for every node that reads it.
         """
-        self._initializers[tensor.name] = tensor
+        known = self._initializers.setdefault(tensor.name, tensor)
+        assert known.data_type == tensor.data_type, f"{tensor.name} in two element types"
         if can_be_overridden:
             info = helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             self._inputs[tensor.name] = info

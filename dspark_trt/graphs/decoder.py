@@ -6,8 +6,10 @@ Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head d
 from __future__ import annotations
 
 from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.dims import FloatType
 from dspark_trt.graphs.attention import AttentionEmitter
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+from dspark_trt.graphs.numbers import Numbers
 from dspark_trt.graphs.quantize import ACCURACY_LEVEL, BLOCK_SIZE
 from dspark_trt.graphs.rotary import Rotary
 from dspark_trt.graphs.weights import TensorSource
@@ -16,17 +18,18 @@ from dspark_trt.graphs.weights import TensorSource
 class Linears:
     """Linear layers on packed tokens, from one source of weights and in one precision."""
 
-    def __init__(self, builder: GraphBuilder, source: TensorSource, bits: int | None) -> None:
+    def __init__(self, builder: GraphBuilder, source: TensorSource, bits: int | None, element_type: FloatType) -> None:
+        """`element_type` of weights and biases as written; that of block scales and of what goes in and out."""
         self._builder = builder
         self._source = source
         self._bits = bits
+        self._element_type = element_type
 
     def __call__(self, x: str, weight: str, *, bias: str | None = None, output: str | None = None) -> str:
         """x [T, in], weight [out, in] -> [T, out]. Weights keep the checkpoint's layout, so that none is copied."""
-        extra = [] if bias is None else [self._builder.initializer(self._source.float32(bias))]
+        extra = [] if bias is None else [self._tensor(bias)]
         if self._bits is None:
-            name = self._builder.initializer(self._source.float32(weight))
-            return self._builder.op("Gemm", x, name, *extra, transB=1, output=output)
+            return self._builder.op("Gemm", x, self._tensor(weight), *extra, transB=1, output=output)
         blocks, scales = self._source.blocks(weight, self._bits)
         out_features, in_features = self._source.shape(weight)
         product = self._builder.op(
@@ -44,6 +47,9 @@ class Linears:
         )
         return self._builder.op("Add", product, *extra, output=output) if extra else product
 
+    def _tensor(self, name: str) -> str:
+        return self._builder.initializer(self._source.tensor(name, self._element_type))
+
 
 class DecoderParts:
     """Decoder layers and their parts; attention, the seam of the backends, is given."""
@@ -53,6 +59,7 @@ class DecoderParts:
         builder: GraphBuilder,
         spec: DecoderSpec,
         source: TensorSource,
+        numbers: Numbers,
         *,
         bits: int | None,
         positions: str,
@@ -62,8 +69,9 @@ class DecoderParts:
         self._builder = builder
         self._spec = spec
         self._source = source
-        self._linear = Linears(builder, source, bits)
-        self._rotary = Rotary(builder, spec, positions, num_positions)
+        self._numbers = numbers
+        self._linear = Linears(builder, source, bits, numbers.written(numbers.model))
+        self._rotary = Rotary(builder, spec, numbers, positions, num_positions)
 
     def layer(self, layer: int, x: str, attention: AttentionEmitter) -> str:
         """One whole decoder layer: its raw output, [T, D] -> [T, D]."""
@@ -74,10 +82,13 @@ class DecoderParts:
             mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm"))
             return self._builder.op("Add", x, mlp)
 
-    def norm(self, x: str, module: str) -> str:
-        """RMS norm over the last dimension."""
-        weight = self._builder.initializer(self._source.float32(f"{module}.weight"))
-        return self._builder.op("RMSNormalization", x, weight, axis=-1, epsilon=self._spec.rms_norm_eps)
+    def norm(self, x: str, module: str, *, source: FloatType | None = None) -> str:
+        """RMS norm over the last dimension, computed in float32, of `x` in the nominal type `source` (None: the model's)."""
+        numbers = self._numbers
+        weight = self._builder.initializer(self._source.tensor(f"{module}.weight", "float32"))
+        wide = numbers.cast(self._builder, x, source or numbers.model, "float32")
+        normed = self._builder.op("RMSNormalization", wide, weight, axis=-1, epsilon=self._spec.rms_norm_eps)
+        return numbers.cast(self._builder, normed, "float32", numbers.model)
 
     def query_key(self, layer: int, x: str) -> str:
         """[T, D] -> [T, (N + K) * H], normalised per head where the family does so, and rotated."""

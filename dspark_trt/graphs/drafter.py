@@ -20,6 +20,7 @@ from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
 from dspark_trt.graphs.files import GraphFiles, check_limits
 from dspark_trt.graphs.heads import emit_markov_head
+from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import LinearBits, linear_bits
 from dspark_trt.graphs.target import head_weight
 from dspark_trt.graphs.weights import PlacedWeights, TensorSource, WeightFolder
@@ -34,31 +35,36 @@ def write_drafter_graphs(
     limits: EngineLimits,
     precision: Precision,
     attention: Attention = "drafter",
+    twin: bool = False,
 ) -> GraphFiles:
     """Write drafter_ingest.onnx and drafter_draft.onnx with their weights into `folder`, where target.onnx already is.
 
     An embedding or head that the drafter does not own is the target's, in the target's file.
-    Raises ExportError when a limit does not fit the drafter, or target.onnx is of another precision.
+    `twin`: as for the target, whose graph has to be a twin too.
+    Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not fit the
+    precision, or a weight exceeds float16.
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
     form = usable_form(attention, spec.decoder, "drafter")
-    dims = drafter_dims(spec, limits=limits, attention=form)
+    numbers = numbers_of(precision, form, twin=twin)
+    dims = drafter_dims(spec, limits=limits, attention=form, element_type=numbers.written(numbers.model))
     metadata = to_metadata(dims)
     bits = linear_bits(precision)
     shared = PlacedWeights(folder / bindings.TARGET_GRAPH, "target.", target.weights)
     with WeightFolder(folder, "drafter", drafter.weights) as weights:
         ingest = GraphBuilder("drafter_ingest")
-        _emit_ingest(ingest, spec, dims, weights, bits)
+        _emit_ingest(ingest, spec, dims, weights, bits, numbers)
         ingest.save(folder / bindings.INGEST_GRAPH, metadata)
         draft = GraphBuilder("drafter_draft")
-        h = _emit_backbone(draft, spec, dims, weights, shared, bits)
-        head = Linears(draft, weights if spec.has_own_head else shared, bits.head)
+        h = _emit_backbone(draft, spec, dims, weights, shared, bits, numbers)
+        head = Linears(draft, weights if spec.has_own_head else shared, bits.head, dims.element_type)
         base_logits = head(h, HEAD if spec.has_own_head else head_weight(target.spec))  # [R * G, V]
         emit_markov_head(
             draft,
             spec,
             weights,
+            numbers,
             base_logits=draft.op("Reshape", base_logits, draft.vector(-1, dims.gamma, dims.vocab_size)),
             hidden=draft.op("Reshape", h, draft.vector(-1, dims.gamma, dims.hidden_size)),
         )
@@ -67,7 +73,12 @@ def write_drafter_graphs(
 
 
 def _emit_ingest(
-    builder: GraphBuilder, spec: DrafterSpec, dims: DrafterDims, weights: TensorSource, bits: LinearBits
+    builder: GraphBuilder,
+    spec: DrafterSpec,
+    dims: DrafterDims,
+    weights: TensorSource,
+    bits: LinearBits,
+    numbers: Numbers,
 ) -> None:
     """K and V of every layer straight from the context feature; it passes through no input_layernorm."""
     for binding in bindings.ingest_inputs(dims):
@@ -78,13 +89,15 @@ def _emit_ingest(
         builder,
         spec.decoder,
         weights,
+        numbers,
         bits=bits.drafter_layers,
         positions=bindings.POSITIONS,
         num_positions=dims.limits.max_seq_len,
     )
     writer = context_writer(builder, spec.decoder, dims)
-    fc = Linears(builder, weights, None)
-    context = parts.norm(fc(bindings.TAPS, "fc.weight"), "hidden_norm")  # [T, D]
+    fc = Linears(builder, weights, None, numbers.written(numbers.context))
+    taps = numbers.cast(builder, bindings.TAPS, numbers.model, numbers.context)
+    context = parts.norm(fc(taps, "fc.weight"), "hidden_norm", source=numbers.context)  # [T, D]
     for layer in range(spec.decoder.num_layers):
         with builder.scope(f"layers.{layer}"):
             writer.append(layer, parts.key(layer, context), parts.value(layer, context))
@@ -97,6 +110,7 @@ def _emit_backbone(
     weights: TensorSource,
     shared: TensorSource,
     bits: LinearBits,
+    numbers: Numbers,
 ) -> str:
     """h of every slot after the final norm, [R * G, D]."""
     for binding in bindings.draft_inputs(dims):
@@ -110,12 +124,14 @@ def _emit_backbone(
         builder,
         spec.decoder,
         weights,
+        numbers,
         bits=bits.drafter_layers,
         positions=positions,
         num_positions=dims.limits.max_seq_len + dims.gamma,
     )
     attention = block_attention(builder, spec.decoder, dims, positions)
-    embedding = builder.initializer((weights if spec.has_own_embedding else shared).float32(EMBEDDING))
+    embedding_source = weights if spec.has_own_embedding else shared
+    embedding = builder.initializer(embedding_source.tensor(EMBEDDING, dims.element_type))
     anchors = builder.op("Unsqueeze", bindings.ANCHOR_IDS, builder.vector(1))  # [R, 1]
     # anchor, mask x (G - 1): the anchor takes the place of the first mask
     is_anchor = builder.constant(np.arange(dims.gamma) == 0)

@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from dspark_trt_plugins.markov_head.form import MarkovHeadForm
+from dspark_trt_plugins.markov_head.form import W2, MarkovHeadForm
 from dspark_trt_plugins.markov_head.function_body import markov_head_function, markov_head_node
 
 from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DrafterSpec
+from dspark_trt.dims import FloatType
 from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.numbers import Numbers
 from dspark_trt.graphs.weights import TensorSource
-
-_READ_EVERY_SLOT = "markov_head.markov_w2.weight"
 
 
 def emit_markov_head(
-    builder: GraphBuilder, spec: DrafterSpec, weights: TensorSource, *, base_logits: str, hidden: str
+    builder: GraphBuilder,
+    spec: DrafterSpec,
+    weights: TensorSource,
+    numbers: Numbers,
+    *,
+    base_logits: str,
+    hidden: str,
 ) -> None:
-    """base_logits [R, G, V] and hidden [R, G, D] -> the graph outputs draft_ids, draft_logits, confidence_logits.
+    """base_logits [R, G, V] and hidden [R, G, D], of the model's type, -> draft_ids, draft_logits, confidence_logits.
 
     W2 is read once a slot. ONNX Runtime would pack it once for each of the G nodes that read it, G copies in memory; as an
     initializer that can be overridden it stays memory-mapped, which is faster for one request and slower for eight or more.
+    In 16 bits it is a constant like any other: TensorRT would take it for an input.
     """
-    form = markov_head_form(spec)
+    element_type = numbers.written(numbers.model)
+    form = markov_head_form(spec, element_type)
     inputs = [base_logits, hidden, bindings.ANCHOR_IDS, bindings.TEMPERATURES, bindings.UNIFORMS]
     for name in form.weight_names:
-        inputs.append(builder.initializer(weights.float32(name), can_be_overridden=name == _READ_EVERY_SLOT))
-    builder.node(markov_head_node(form, inputs, form.output_names), markov_head_function(form))
+        is_input = name == W2 and numbers.model == "float32"
+        inputs.append(builder.initializer(weights.tensor(name, element_type), can_be_overridden=is_input))
+    # the body of the nominal form has the Casts, which are valid on float32 too
+    body = markov_head_function(markov_head_form(spec, numbers.model))
+    builder.node(markov_head_node(form, inputs, form.output_names), body)
 
 
-def markov_head_form(spec: DrafterSpec) -> MarkovHeadForm:
+def markov_head_form(spec: DrafterSpec, element_type: FloatType) -> MarkovHeadForm:
+    """The form with weights, hidden states and base logits of one type."""
     return MarkovHeadForm(
         gamma=spec.gamma,
         vocab_size=spec.decoder.vocab_size,
@@ -38,4 +50,6 @@ def markov_head_form(spec: DrafterSpec) -> MarkovHeadForm:
         has_confidence_head=spec.has_confidence_head,
         has_confidence_bias=spec.has_confidence_bias,
         is_confidence_with_markov=spec.is_confidence_with_markov,
+        weight_type=element_type,
+        logits_type=element_type,
     )

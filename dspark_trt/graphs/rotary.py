@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.numbers import Numbers
 from dspark_trt.graphs.rope import rope_tables
 
 
 class Rotary:
     """Rotates heads of T packed tokens at `positions` [T], all below `num_positions`."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, positions: str, num_positions: int) -> None:
+    def __init__(
+        self, builder: GraphBuilder, spec: DecoderSpec, numbers: Numbers, positions: str, num_positions: int
+    ) -> None:
         self._builder = builder
         cos, sin = rope_tables(spec.rope, head_dim=spec.head_dim, num_positions=num_positions)
-        self._cos, self._sin = builder.constant(cos), builder.constant(sin)
+        self._cos, self._sin = builder.constant(numbers.table(cos)), builder.constant(numbers.table(sin))
         self._positions = builder.op("Unsqueeze", positions, builder.vector(1))  # [T, 1]
 
     def rotate(self, x: str, num_heads: int) -> str:

@@ -17,6 +17,7 @@ from dspark_trt.graphs.attention import causal_attention, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
 from dspark_trt.graphs.files import GraphFiles, check_limits
+from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import LinearBits, linear_bits
 from dspark_trt.graphs.weights import TensorSource, WeightFolder
 from dspark_trt.recipe import Precision
@@ -33,14 +34,17 @@ def write_target_graph(
     gamma: int,
     precision: Precision,
     attention: Attention,
+    twin: bool = False,
 ) -> GraphFiles:
     """Write target.onnx and its weights into `folder`.
 
     Args:
         taps: raw outputs of these decoder layers become the output `taps`, in this order; -1 is the embedding output.
             Without any there is no such output.
+        twin: write float32 wherever the graph of this 16-bit precision has a 16-bit type, and nothing else differently.
 
-    Raises ExportError when a tap or a limit does not fit the target.
+    Raises ExportError when a tap or a limit does not fit the target, attention does not fit the precision, or a weight
+    exceeds float16.
     """
     spec = checkpoint.spec
     check_limits(limits, spec.decoder, gamma=gamma, what="target")
@@ -51,10 +55,13 @@ def write_target_graph(
                 f"{spec.decoder.num_layers - 1}; use the drafter that was made for this target"
             )
     form = usable_form(attention, spec.decoder, "target")
-    dims = target_dims(spec, num_taps=len(taps), limits=limits, attention=form)
+    numbers = numbers_of(precision, form, twin=twin)
+    dims = target_dims(
+        spec, num_taps=len(taps), limits=limits, attention=form, element_type=numbers.written(numbers.model)
+    )
     builder = GraphBuilder("target")
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
-        _emit(builder, spec, dims, taps, weights, linear_bits(precision))
+        _emit(builder, spec, dims, taps, weights, linear_bits(precision), numbers)
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
         return GraphFiles((folder / bindings.TARGET_GRAPH,), weights.files)
 
@@ -71,6 +78,7 @@ def _emit(
     taps: tuple[int, ...],
     weights: TensorSource,
     bits: LinearBits,
+    numbers: Numbers,
 ) -> None:
     for binding in bindings.target_inputs(dims):
         builder.input(binding)
@@ -80,12 +88,13 @@ def _emit(
         builder,
         spec.decoder,
         weights,
+        numbers,
         bits=bits.target_layers,
         positions=bindings.POSITIONS,
         num_positions=dims.limits.max_seq_len,
     )
     attention = causal_attention(builder, spec.decoder, dims)
-    embedding = builder.initializer(weights.float32(EMBEDDING))
+    embedding = builder.initializer(weights.tensor(EMBEDDING, dims.element_type))
     x = builder.op("Gather", embedding, bindings.TOKEN_IDS, axis=0)
     raw_outputs = {EMBEDDING_OUTPUT: x}
     for layer in range(spec.decoder.num_layers):
@@ -94,5 +103,7 @@ def _emit(
     if taps:
         builder.op("Concat", *(raw_outputs[layer] for layer in taps), axis=1, output=bindings.TAPS)
     wanted = builder.op("Gather", x, bindings.LOGIT_ROWS, axis=0)  # [L, D]
-    head = Linears(builder, weights, bits.head)
-    head(parts.norm(wanted, "norm"), head_weight(spec), output=bindings.LOGITS)
+    head = Linears(builder, weights, bits.head, dims.element_type)
+    is_cast = numbers.model != "float32"
+    logits = head(parts.norm(wanted, "norm"), head_weight(spec), output=None if is_cast else bindings.LOGITS)
+    numbers.cast(builder, logits, numbers.model, "float32", output=bindings.LOGITS)
