@@ -45,6 +45,9 @@ class Body:
     def float32(self, value: float) -> str:
         return self.constant(np.array(value, np.float32))
 
+    def float64(self, value: float) -> str:
+        return self.constant(np.array(value, np.float64))
+
     def scalar(self, value: int) -> str:
         return self.constant(np.array(value, np.int64))
 

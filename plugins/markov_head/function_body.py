@@ -46,7 +46,10 @@ def markov_head_function(form: MarkovHeadForm) -> onnx.FunctionProto:
     Source: paper section 3.1, eq. 4-7.
     """
     body = Body(f"{NAME}/")
-    steps = _Steps(form, body)
+    # widened once, not once a slot; of what is gathered from, the gathered rows are
+    gathered = {W1, W2} if form.top_n else {W1}
+    weights = {n: _float32(body, n, form.weight_type) for n in form.weight_names if n not in gathered}
+    steps = _Steps(form, body, weights)
     previous = "anchor_ids"
     ids, logits, embeddings = [], [], []
     for slot in range(form.gamma):
@@ -58,7 +61,7 @@ def markov_head_function(form: MarkovHeadForm) -> onnx.FunctionProto:
     body.op("Concat", *ids, axis=1, output="draft_ids")
     body.op("Concat", *logits, axis=1, output="draft_logits")
     if form.has_confidence_head:
-        _confidence(form, body, embeddings)
+        _confidence(form, body, weights, embeddings)
     return helper.make_function(
         DOMAIN,
         NAME,
@@ -73,9 +76,8 @@ def markov_head_function(form: MarkovHeadForm) -> onnx.FunctionProto:
 class _Steps:
     """The sequential stage, one slot after the other."""
 
-    def __init__(self, form: MarkovHeadForm, body: Body) -> None:
-        self._form = form
-        self._body = body
+    def __init__(self, form: MarkovHeadForm, body: Body, weights: dict[str, str]) -> None:
+        self._form, self._body, self._weights = form, body, weights
         self._num_blocks = -(-form.vocab_size // BLOCK_SIZE)
         base_logits = _float32(body, "base_logits", form.logits_type)
         self._base = body.split(base_logits, form.gamma, axis=1)  # G times [R, 1, V]
@@ -103,15 +105,13 @@ class _Steps:
             return self._of_candidates(base, feature, body.op("Squeeze", self._candidates[slot], body.axes(1)))
         if feature is None:
             return self._finite(base)
-        w2 = _float32(body, W2, self._form.weight_type)
-        return self._finite(body.op("Gemm", feature, w2, base, transB=1))
+        return self._finite(body.op("Gemm", feature, self._weights[W2], base, transB=1))
 
     def _top(self, base_logits: str) -> list[str]:
         """The candidates of each slot. They do not depend on any draft."""
         body, form = self._body, self._form
         values, indices = body.fresh(), body.fresh()
-        count = body.axes(form.top_n)
-        inputs = [_clip(body, base_logits), count]
+        inputs = [_clip(body, base_logits), body.axes(form.top_n)]
         body.nodes.append(helper.make_node("TopK", inputs, [values, indices], axis=2))
         return body.split(indices, form.gamma, axis=1)
 
@@ -133,13 +133,14 @@ class _Steps:
         hidden = _float32(body, body.op("Gather", "hidden", body.scalar(slot), axis=1), form.weight_type)
         if form.head_type == "gated":
             joined = body.op("Concat", hidden, self.embedded, axis=1)
-            gate = body.op("Sigmoid", _linear(body, form, "markov_head.gate_proj", joined))
+            gate = body.op("Sigmoid", _linear(body, self._weights, "markov_head.gate_proj", joined))
             return body.op("Mul", gate, self.embedded)
         if self._state is None:
             zero = numpy_helper.from_array(np.zeros(1, np.float32))
             self._state = body.op("ConstantOfShape", body.op("Shape", self.embedded), value=zero)
         joined = body.op("Concat", self._state, self.embedded, hidden, axis=1)
-        gate, candidate, out = body.split(_linear(body, form, "markov_head.joint_proj", joined), 3, axis=1)
+        projected = _linear(body, self._weights, "markov_head.joint_proj", joined)
+        gate, candidate, out = body.split(projected, 3, axis=1)
         gate = body.op("Sigmoid", gate)
         kept = body.op("Mul", gate, self._state)
         entering = body.op("Mul", body.op("Sub", body.float32(1), gate), body.op("Tanh", candidate))
@@ -153,8 +154,7 @@ class _Steps:
         clean = body.branch()
         clean_result = clean.op("Identity", logits)
         repair = body.branch()
-        repaired = _clip(repair, logits)
-        return self._choose(is_clean, clean, clean_result, repair, repaired, TensorProto.FLOAT)
+        return self._choose(is_clean, clean, clean_result, repair, _clip(repair, logits), TensorProto.FLOAT)
 
     def draw(self, slot: int, logits: str) -> str:
         """Token ids [R]; the sampling work is skipped when every request is greedy."""
@@ -211,10 +211,7 @@ class _Steps:
 
 def _search(body: Body, mass: str, fraction: str, size: int) -> tuple[str, str]:
     """First index [R, 1] whose cumulative mass exceeds `fraction` of the whole, and that share of the mass [R, 1]."""
-    double = np.float64
-    inside = body.op(
-        "Clip", fraction, body.constant(np.array(0, double)), body.constant(np.array(_LARGEST_FRACTION, double))
-    )
+    inside = body.op("Clip", fraction, body.float64(0), body.float64(_LARGEST_FRACTION))
     cumulative = body.op("CumSum", mass, body.scalar(1))
     whole = body.op("Gather", cumulative, body.axes(size - 1), axis=1)
     position = body.op("Mul", inside, whole)
@@ -238,17 +235,16 @@ def _clip(body: Body, logits: str) -> str:
     return body.op("Clip", known, smallest, body.float32(LARGEST_LOGIT))
 
 
-def _linear(body: Body, form: MarkovHeadForm, name: str, features: str) -> str:
-    weights = [_float32(body, weight, form.weight_type) for weight in form.weight_names if weight.startswith(name)]
-    return body.op("Gemm", features, *weights, transB=1)
+def _linear(body: Body, weights: dict[str, str], module: str, features: str) -> str:
+    return body.op("Gemm", features, *(weights[name] for name in weights if name.startswith(module)), transB=1)
 
 
-def _confidence(form: MarkovHeadForm, body: Body, embeddings: list[str]) -> None:
+def _confidence(form: MarkovHeadForm, body: Body, weights: dict[str, str], embeddings: list[str]) -> None:
     """All slots at once: a confidence needs the token before its slot only, which the steps have already looked up."""
     features = _float32(body, "hidden", form.weight_type)
     if form.has_markov_head and form.is_confidence_with_markov:
         stacked = body.op("Concat", *(body.op("Unsqueeze", e, body.axes(1)) for e in embeddings), axis=1)
         features = body.op("Concat", features, stacked, axis=2)
     rows = body.op("Flatten", features, axis=2)  # [R * G, D (+ r)]
-    scored = _linear(body, form, "confidence_head.proj", rows)  # [R * G, 1]
+    scored = _linear(body, weights, "confidence_head.proj", rows)  # [R * G, 1]
     body.op("Reshape", scored, body.axes(-1, form.gamma), output="confidence_logits")

@@ -72,12 +72,12 @@ class _Writer:
         slots = body.constant(np.arange(form.gamma, dtype=np.int64))
         free_caps = body.op("Where", "is_forced", body.scalar(0), "caps")
         is_offered = body.op("Less", slots, body.op("Unsqueeze", free_caps, body.axes(1)))  # [R, G]
-        keys = body.op("Where", is_offered, survival, self._double(_NOT_OFFERED))
+        keys = body.op("Where", is_offered, survival, self._body.float64(_NOT_OFFERED))
         flat = body.op("Reshape", body.op("Transpose", keys, perm=[1, 0]), body.axes(1, -1))  # [1, N]
         count = body.op("Size", flat)
         ranked, order = self._sort(flat, body.op("Reshape", count, body.axes(1)))
         rank = self._range(count)  # [N]
-        is_ranked = body.op("GreaterOrEqual", ranked, self._double(0))
+        is_ranked = body.op("GreaterOrEqual", ranked, self._body.float64(0))
         num_admitted = "num_admitted"
         if form.mode == "early_stop":
             num_admitted = self._early_stop(survival, slots, ranked, rank, is_ranked)
@@ -98,7 +98,7 @@ class _Writer:
         is_finite = body.op("LessOrEqual", body.op("Abs", "confidence_logits"), largest)
         logits = body.op("Where", is_finite, "confidence_logits", body.float32(0))
         tempered = body.op("Div", self._as_double(logits), self._as_double("temperatures"))
-        confidence = body.op("Where", is_finite, body.op("Sigmoid", tempered), self._double(0))
+        confidence = body.op("Where", is_finite, body.op("Sigmoid", tempered), self._body.float64(0))
         slots = body.split(confidence, self._form.gamma, axis=1)
         products = slots[:1]
         for slot in slots[1:]:
@@ -116,10 +116,12 @@ class _Writer:
         body = self._body
         forced_caps = body.op("Where", "is_forced", "caps", body.scalar(0))
         is_forced_draft = body.op("Less", slots, body.op("Unsqueeze", forced_caps, body.axes(1)))
-        forced_gain = body.op("ReduceSum", body.op("Where", is_forced_draft, survival, self._double(0)), keepdims=0)
+        forced_gain = body.op(
+            "ReduceSum", body.op("Where", is_forced_draft, survival, self._body.float64(0)), keepdims=0
+        )
         num_requests = body.op("Size", "caps")
         start = body.op("Add", self._as_double(num_requests), forced_gain)  # expected tokens
-        gain = body.op("Where", is_ranked, ranked, self._double(0))
+        gain = body.op("Where", is_ranked, ranked, self._body.float64(0))
         after = body.op("Add", start, body.op("CumSum", gain, body.scalar(1)))  # [1, N]
         before = body.op("Sub", after, gain)
         num_forced = body.op("ReduceSum", forced_caps, keepdims=0)
@@ -164,9 +166,6 @@ class _Writer:
 
     def _range(self, count: str) -> str:
         return self._body.op("Range", self._body.scalar(0), count, self._body.scalar(1))
-
-    def _double(self, value: float) -> str:
-        return self._body.constant(np.array(value, np.float64))
 
     def _as_double(self, value: str) -> str:
         return self._body.op("Cast", value, to=TensorProto.DOUBLE)
