@@ -1,0 +1,84 @@
+"""One ONNX graph as a TensorRT network, read strictly: what the parser would do otherwise than the graph says is an error.
+
+TensorRT's parser drops what it does not know with a warning at most (an attention input that it has no use for, for example),
+and the engine then computes something else. So every unexpected warning of the parser ends the build.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import onnx
+from dspark_trt_plugins.trt_plugin import NAMESPACE
+
+from dspark_trt import bindings
+from dspark_trt.engines.tensorrt_library import BuildLog
+from dspark_trt.errors import EngineBuildError
+
+_PLUGIN_LAYER = "PLUGIN_V3"
+_CACHE_LAYER = "KV_CACHE_UPDATE"
+
+
+def parse_graph(trt: Any, builder: Any, path: Path, log: BuildLog) -> Any:
+    """The network of a graph file; weights are read from the files beside it.
+
+    Raises EngineBuildError, naming the graph and quoting the parser, on any error or unexpected warning.
+    """
+    flags = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # gone where networks are always so
+    network = builder.create_network(0 if flags is None else 1 << int(flags))
+    parser = trt.OnnxParser(network, log.logger)
+    log.take()
+    is_parsed = parser.parse_from_file(str(path))
+    errors = [_described(parser.get_error(index)) for index in range(parser.num_errors)]
+    if not is_parsed or errors:
+        raise EngineBuildError(
+            f"{path.name}: {trt.__name__} {trt.__version__} cannot parse the graph: "
+            f"{'; '.join(errors or log.take()) or 'it gives no reason'}; report this, with the version of {trt.__name__}"
+        )
+    if problems := log.take():
+        raise EngineBuildError(
+            f"{path.name}: {trt.__name__} {trt.__version__} would not compute what the graph says: expected no warning of "
+            f"the parser, found: {'; '.join(problems)}; report this, with the version of {trt.__name__}"
+        )
+    return network
+
+
+def count_layers(network: Any) -> dict[str, int]:
+    """Number of layers by type, of the network as parsed."""
+    types = (str(network.get_layer(index).type).rpartition(".")[2] for index in range(network.num_layers))
+    return dict(sorted(Counter(types).items()))
+
+
+def check_layers(network: Any, model: onnx.ModelProto, graph: str, *, use_plugins: bool) -> None:
+    """Whether nodes became the layers that they are meant to be, and caches are written in place.
+
+    Raises EngineBuildError when a node of the plugins became something else, or a cache output is not its input's memory.
+    """
+    nodes = [node for node in model.graph.node if node.domain == NAMESPACE]
+    num_plugins = count_layers(network).get(_PLUGIN_LAYER, 0)
+    if num_plugins != (len(nodes) if use_plugins else 0):
+        raise EngineBuildError(
+            f"{graph}: expected {len(nodes) if use_plugins else 'no'} plugin layers for {[node.name for node in nodes]}, "
+            f"found {num_plugins}; export the graph again"
+        )
+    updated = set()
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if str(layer.type).endswith(_CACHE_LAYER):
+            updated.add((layer.get_input(0).name, layer.get_output(0).name))
+    scattered = {(node.input[0], node.output[0]) for node in model.graph.node if node.op_type == "TensorScatter"}
+    expected = {
+        (name, bindings.cache_output(name)) for name in (info.name for info in model.graph.input) if "_cache." in name
+    }
+    if not (updated == scattered == expected):
+        wrong = sorted(updated ^ expected) or sorted(scattered ^ expected)
+        raise EngineBuildError(
+            f"{graph}: expected every cache to be updated in place, found {len(updated)} updates for {len(expected)} caches, "
+            f"different for {wrong[:2]}; export the graph again"
+        )
+
+
+def _described(error: Any) -> str:
+    return f"node {error.node_name()} ({error.node_operator()}): {error.desc()}"
