@@ -14,7 +14,7 @@ import numpy as np
 from array_api_compat import array_namespace, device, to_device
 from numpy.typing import NDArray
 
-from dspark_trt.engines.protocol import DraftBatch, DraftOutput, IngestBatch
+from dspark_trt.engines.protocol import DraftBatch, IngestBatch
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.rng import Purpose, uniforms_float32
 from dspark_trt.runtime.sampling import is_greedy, softmax_weights
@@ -51,6 +51,11 @@ def take_rows(array: Array, indices: Sequence[int] | NDArray[np.int64]) -> Array
 
 def to_host(array: Array) -> NDArray[Any]:
     return np.asarray(to_device(array, "cpu"))
+
+
+def wait_for(array: Array) -> None:
+    """Wait until an array of a device engine is computed: what failed on the way is raised here."""
+    to_host(array[:1, ...])
 
 
 def ingest_batch(pending: PendingTaps, context: CacheLengths) -> IngestBatch:
@@ -111,14 +116,16 @@ class DraftBlock:
         return probs
 
 
-def draft_block(batch: DraftBatch, output: DraftOutput) -> DraftBlock:
-    draft_ids = to_host(output.draft_ids)
-    is_token = (draft_ids >= 0) & (draft_ids < output.draft_logits.shape[-1])
-    logits = output.confidence_logits
+def draft_block(
+    batch: DraftBatch, draft_logits: Array, draft_ids: Array, confidence_logits: Array | None
+) -> DraftBlock:
+    """The block of a call; waits for what the host has to know of it, ids and confidences."""
+    host_ids = to_host(draft_ids)
+    is_token = (host_ids >= 0) & (host_ids < draft_logits.shape[-1])
     return DraftBlock(
-        draft_ids=draft_ids,
-        draft_logits=output.draft_logits,
+        draft_ids=host_ids,
+        draft_logits=draft_logits,
         temperatures=batch.temperatures.tolist(),
-        confidence_logits=None if logits is None else to_host(logits),
+        confidence_logits=None if confidence_logits is None else to_host(confidence_logits),
         num_usable=np.cumprod(is_token, axis=1, dtype=np.int64).sum(axis=1),
     )

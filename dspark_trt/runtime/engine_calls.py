@@ -1,4 +1,9 @@
-"""The two engines and the lengths of their caches: every call reserves, is timed, and fails for its requests alone."""
+"""The engines and the lengths of their caches: every call reserves, is timed, and fails for its requests alone.
+
+What is timed: `draft_ms` ends when the drafts are known to the host, `verify_ms` when the logits are. Where a StepEngine
+does both in one call, `draft_ms` holds the call, the draft and its selection, and `verify_ms` what the verification takes
+from there on; an engine that computes everything before it returns leaves nothing to `verify_ms`.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from dspark_trt.engines.protocol import DraftEngine, TargetBatch, TargetEngine, TargetOutput
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.engines.protocol import DraftBatch, DraftEngine, SelectBatch, StepEngine, TargetEngine, TargetOutput
 from dspark_trt.errors import CapacityError
 from dspark_trt.runtime.acceptance import Acceptance, pending_taps
-from dspark_trt.runtime.drafting import DraftBlock, PendingTaps, draft_batch, draft_block, ingest_batch
+from dspark_trt.runtime.drafting import DraftBlock, PendingTaps, draft_batch, draft_block, ingest_batch, wait_for
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
 from dspark_trt.runtime.slots import RowMove
-from dspark_trt.runtime.state import RequestState
-from dspark_trt.runtime.verification import Segment
+from dspark_trt.runtime.state import Phase, RequestState
+from dspark_trt.runtime.verification import Segment, StepPlan, check_selection, num_selected, pack
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +38,11 @@ class EngineCallFailed(Exception):
 
 
 class EngineCalls:
-    """Owns both caches' lengths. `drafter` is None where nothing is drafted."""
+    """Owns both caches' lengths. `drafter` is None where nothing is drafted, `step_engine` where the host selects."""
 
-    def __init__(self, target: TargetEngine, drafter: DraftEngine | None) -> None:
+    def __init__(
+        self, target: TargetEngine, drafter: DraftEngine | None, step_engine: StepEngine | None = None
+    ) -> None:
         """Raises CapacityError when the engines' limits do not fit each other."""
         limits = target.limits
         if limits.max_batch_tokens < limits.max_slots:
@@ -46,6 +56,7 @@ class EngineCalls:
             )
         self.target = target
         self.drafter = drafter
+        self.step_engine = step_engine
         self.target_cache = CacheLengths(num_rows=limits.max_slots, capacity=limits.max_seq_len)
         self.context_cache = CacheLengths(num_rows=limits.max_slots, capacity=limits.max_seq_len)
         self.record = StepRecord()  # of the step that is running
@@ -74,30 +85,57 @@ class EngineCalls:
         if not states:
             return None
         assert self.drafter is not None, "caps are 0 without a drafter"
-        rows = [state.row for state in states]
-        assert (self.context_cache.committed[rows] == self.target_cache.committed[rows]).all(), "context lags behind"
-        batch = draft_batch(states, self.context_cache, self.drafter.gamma)
+        batch = self._draft_batch(states)
         with self._call("draft_ms", states):
             output = self.drafter.draft(batch)
-        for state in states:
-            state.statistics.draft_ms += self.record.draft_ms
-        block = draft_block(batch, output)
-        self.record.num_drafts_proposed = block.draft_ids.size
+            block = draft_block(batch, output.draft_logits, output.draft_ids, output.confidence_logits)
+        self._record_draft(states, block)
         return block
 
-    def verify(self, batch: TargetBatch, segments: Sequence[Segment]) -> TargetOutput:
-        """One forward pass of the target. Its reservations stand until the loop commits what was accepted."""
-        for segment in segments:
-            self.target_cache.reserve(segment.state.row, segment.num_tokens)
-        record, num_prefill_tokens = self.record, int(batch.query_lengths[batch.num_decode :].sum())
-        record.num_requests, record.batch_tokens = batch.num_decode, len(batch.token_ids)
-        record.num_prefill_tokens = num_prefill_tokens
-        record.num_drafts_verified = record.batch_tokens - num_prefill_tokens - batch.num_decode
-        with self._call("verify_ms", [segment.state for segment in segments]):
+    def verify(
+        self, plan: StepPlan, verify_lens: NDArray[np.int64], block: DraftBlock | None
+    ) -> tuple[list[Segment], TargetOutput]:
+        """One forward pass of the target. Its reservations stand until `commit`. verify_lens [R]."""
+        batch, segments = pack(plan, verify_lens, block, self.target_cache)
+        self._reserve(plan, verify_lens)
+        self._record_batch(plan, int(verify_lens.sum()))
+        with self._call("verify_ms", plan.states):
             output = self.target.forward(batch)
-        for segment in segments:
-            segment.state.statistics.verify_ms += record.verify_ms
-        return output
+            wait_for(output.logits)
+        self._record_verification(plan)
+        return segments, output
+
+    def draft_and_verify(self, plan: StepPlan, select: SelectBatch) -> tuple[DraftBlock, list[Segment], TargetOutput]:
+        """`draft`, the selection of drafts, and `verify` in one call, which waits for nothing but the host's own needs.
+
+        The reservations are what may be verified at most. While the target verifies, the host learns what was drafted.
+        """
+        assert self.step_engine is not None, "the caller asks for a fused step only where there is one"
+        batch = self._draft_batch(plan.drafting)
+        plain, _ = pack(plan, np.zeros_like(plan.caps), None, self.target_cache)
+        self._reserve(plan, plan.caps)
+        self._record_batch(plan, num_selected(select))
+        with self._call("draft_ms", plan.states):
+            output = self.step_engine.draft_and_verify(batch, select, plain)
+            drafts = output.wait()
+            check_selection(select, drafts.verify_lens)
+            block = draft_block(batch, output.draft_logits, drafts.draft_ids, drafts.confidence_logits)
+        self._record_draft(plan.drafting, block)
+        _, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
+        with self._call("verify_ms", plan.states):
+            wait_for(output.target.logits)
+        self._record_verification(plan)
+        return block, segments, output.target
+
+    def commit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
+        """Make valid what was accepted: prompt tokens, or the anchor and the accepted drafts."""
+        for segment, result in zip(segments, results, strict=True):
+            state, num_positions = segment.state, result.num_committed(segment)
+            self.target_cache.commit(state.row, num_positions)
+            if segment.is_prefill:
+                state.num_prefilled += num_positions
+                if state.num_unfilled == 0:
+                    state.phase = Phase.DECODE
 
     def move_row(self, move: RowMove[RequestState]) -> None:
         """Copy the live positions of both caches to another row. The lengths follow even if the copy fails."""
@@ -124,6 +162,33 @@ class EngineCalls:
             assert num_positions == num_tokens, (
                 f"{state.request.request_id}: {num_positions} positions, {num_tokens} tokens"
             )
+
+    def _draft_batch(self, states: Sequence[RequestState]) -> DraftBatch:
+        assert self.drafter is not None, "caps are 0 without a drafter"
+        rows = [state.row for state in states]
+        assert (self.context_cache.committed[rows] == self.target_cache.committed[rows]).all(), "context lags behind"
+        return draft_batch(states, self.context_cache, self.drafter.gamma)
+
+    def _reserve(self, plan: StepPlan, verify_lens: NDArray[np.int64]) -> None:
+        for state, verify_len in zip(plan.decode, verify_lens.tolist(), strict=True):
+            self.target_cache.reserve(state.row, 1 + verify_len)
+        for chunk in plan.prefill:
+            self.target_cache.reserve(chunk.state.row, chunk.num_tokens)
+
+    def _record_batch(self, plan: StepPlan, num_drafts: int) -> None:
+        record = self.record
+        record.num_requests, record.num_prefill_tokens = len(plan.decode), plan.num_prefill_tokens
+        record.num_drafts_verified = num_drafts
+        record.batch_tokens = record.num_prefill_tokens + record.num_requests + num_drafts
+
+    def _record_draft(self, states: Sequence[RequestState], block: DraftBlock) -> None:
+        self.record.num_drafts_proposed = block.draft_ids.size
+        for state in states:
+            state.statistics.draft_ms += self.record.draft_ms
+
+    def _record_verification(self, plan: StepPlan) -> None:
+        for state in plan.states:
+            state.statistics.verify_ms += self.record.verify_ms
 
     @contextmanager
     def _call(

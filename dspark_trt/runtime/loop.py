@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.engines.protocol import DraftEngine, TargetEngine
+from dspark_trt.engines.protocol import DraftEngine, StepEngine, TargetEngine, TargetOutput
 from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock
@@ -23,7 +23,7 @@ from dspark_trt.runtime.prefix_scheduler import PrefixScheduler, SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, validate
 from dspark_trt.runtime.slots import Slots
 from dspark_trt.runtime.state import Phase, RequestState, new_state
-from dspark_trt.runtime.verification import Segment, StepPlan, pack, plan_step, step_ms
+from dspark_trt.runtime.verification import Segment, StepPlan, offer_drafts, plan_step, select_batch
 from dspark_trt.steptable.table import StepTable
 
 ENGINE_FAILED = "the engine failed while it worked on this request; send the request again"
@@ -42,6 +42,7 @@ class DecodingLoop:
         *,
         target: TargetEngine,
         drafter: DraftEngine | None,
+        step_engine: StepEngine | None = None,
         step_table: StepTable | None,
         temperatures: Sequence[float],
         eos_token_ids: Sequence[int],
@@ -49,7 +50,8 @@ class DecodingLoop:
         scheduler: SchedulerConfig,
     ) -> None:
         """`temperatures` [G] calibrate the confidences (STS). `step_table` may be None where the mode prices no steps.
-        Without a drafter, or in a mode that verifies no drafts, this is plain decoding.
+        Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `step_engine`, over these very
+        engines, drafts and verifies in one call; only mode lagged_budget knows early enough how much is verified.
 
         Raises RecipeError and CapacityError when the parts do not fit each other.
         """
@@ -57,7 +59,11 @@ class DecodingLoop:
         self._max_verify_len = scheduler.max_verify_len(self._gamma)
         self.totals = LoopTotals()
         self.last_step = StepRecord()
-        self._engines = EngineCalls(target, drafter if self._max_verify_len else None)
+        self._engines = EngineCalls(
+            target,
+            drafter if self._max_verify_len else None,
+            step_engine if self._max_verify_len and scheduler.mode == "lagged_budget" else None,
+        )
         self._limits = limits = target.limits
         self._eos_token_ids = tuple(eos_token_ids)
         self._decode = decode
@@ -125,12 +131,14 @@ class DecodingLoop:
             try:
                 self._engines.ingest()  # the drafter's context follows, whether this step drafts or not
                 plan = self._plan()
-                block = self._engines.draft(plan.drafting)
-                verify_lens = self._schedule(plan, block)
-                batch, segments = pack(plan, verify_lens, block, self._engines.target_cache)
-                output = self._engines.verify(batch, segments)
+                block: DraftBlock | None
+                if self._engines.step_engine and plan.num_drafting:
+                    block, segments, output = self._draft_and_verify(plan)
+                else:
+                    block = self._engines.draft(plan.drafting)
+                    segments, output = self._engines.verify(plan, self._schedule(plan, block), block)
                 results = accept(segments, output.logits, block)
-                self._commit(segments, results)
+                self._engines.commit(segments, results)
                 self._emit(segments, results)
                 self._engines.keep_taps(segments, results, output)
             except EngineCallFailed as failure:
@@ -184,33 +192,22 @@ class DecodingLoop:
             chunk.state.draw_words(num_slots=1)
         return plan
 
+    def _draft_and_verify(self, plan: StepPlan) -> tuple[DraftBlock, list[Segment], TargetOutput]:
+        """Draft, schedule and verify in one call: how many drafts are verified is known before anything is drafted."""
+        assert self._scheduler is not None, "what drafts is scheduled"
+        offer = offer_drafts(plan, self._step_table)
+        select = select_batch(plan, self._scheduler.budget(offer), self._scheduler.temperatures)
+        block, segments, output = self._engines.draft_and_verify(plan, select)
+        self._scheduler.record(block.confidence_logits, offer)
+        return block, segments, output
+
     def _schedule(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
         """verify_len of every request that decodes, [R]."""
         verify_lens = np.zeros(len(plan.decode), dtype=np.int64)
-        if block is None or self._scheduler is None:
-            return verify_lens
-        drafting, table = plan.drafting, self._step_table
-        caps = np.minimum(plan.caps[: len(drafting)], block.num_usable)
-        verify_lens[: len(drafting)] = self._scheduler.choose(
-            block.confidence_logits,
-            rows=np.array([state.row for state in drafting], dtype=np.int64),
-            generations=np.array([state.generation for state in drafting], dtype=np.int64),
-            caps=caps,
-            is_forced=np.array([state.has_twin for state in drafting], dtype=np.bool_),
-            num_requests=len(plan.decode),
-            step_ms=None if table is None else step_ms(plan, table, int(caps.sum())),
-        )
+        if block is not None and self._scheduler is not None:
+            offer = offer_drafts(plan, self._step_table, block.num_usable)
+            verify_lens[: plan.num_drafting] = self._scheduler.choose(block.confidence_logits, offer)
         return verify_lens
-
-    def _commit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
-        """Make valid what was accepted: prompt tokens, or the anchor and the accepted drafts."""
-        for segment, result in zip(segments, results, strict=True):
-            state, num_positions = segment.state, result.num_committed(segment)
-            self._engines.target_cache.commit(state.row, num_positions)
-            if segment.is_prefill:
-                state.num_prefilled += num_positions
-                if state.num_unfilled == 0:
-                    state.phase = Phase.DECODE
 
     def _emit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """Hand out tokens and text; end the requests that are complete or failed."""

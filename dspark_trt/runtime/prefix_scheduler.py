@@ -11,6 +11,13 @@ x_{<j}), other requests and the past, never x_j itself nor a later slot. All mod
                      ones only rank which
 A full search over fresh confidences looks ahead and biases the output, so it does not exist here.
 
+Where a StepEngine selects on the device, in `lagged_budget`, its decision is this one, made in two places. The host finds
+K (`budget`) from an Offer, which is fixed before anything is drafted, and from survivals two steps old: nothing of the
+block exists yet. The device ranks the fresh survivals and admits the first K. Survival never rises along a row and ties
+go to the earlier slot, so whether x_j is among the first K depends on the row's confidences up to slot j, functions of
+x_{<j}, and on other requests; neither x_j nor a later slot moves it. The fresh confidences come to the host when the
+selection is made (`record`), and K sees them two steps later. `choose` does the same in one go.
+
 Two live requests with equal random keys draw the same tokens: ranking one by the other's confidences would look ahead.
 They are `forced`: verified up to their caps.
 
@@ -28,10 +35,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.errors import RecipeError
+from dspark_trt.runtime.survival_history import Floats, Ints, SurvivalHistory
 
 SchedulerMode = Literal["off", "fixed", "threshold", "early_stop", "lagged_budget"]
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,57 +129,27 @@ def _throughput(values: Floats, num_tokens: float, step_ms: Floats) -> Floats:
     return (num_tokens + np.concatenate(([0.0], np.cumsum(values)))) / step_ms[: len(values) + 1]
 
 
-def _choose_adaptive(
-    fresh: Floats,
-    stale: Floats | None,
-    *,
-    caps: Ints,
-    is_forced: NDArray[np.bool_],
-    num_requests: int,
-    step_ms: Floats,
-) -> Ints:
-    """verify_len [R] by early stop, or by a lagged budget where `stale` survivals are given.
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a step could verify, of the requests that draft: all of it is fixed before anything is drafted."""
 
-    fresh, stale [R, G]; num_requests: tokens expected of the step without drafts, one for each request that decodes;
-    step_ms [1 + sum(caps)]: milliseconds of the step with so many drafts verified.
-    """
-    free_caps = np.where(is_forced, 0, caps)
-    is_forced_slot = np.arange(fresh.shape[1])[None, :] < (caps - free_caps)[:, None]
-    num_forced = int(is_forced_slot.sum())
-    priced = fresh if stale is None else stale
-    num_tokens = num_requests + float(priced[is_forced_slot].sum())
-    requests, values = admission_order(fresh, free_caps)
-    if stale is None:
-        num_admitted = early_stop_count(values, num_tokens, step_ms[num_forced:])
-    else:
-        num_admitted = best_count(admission_order(stale, free_caps)[1], num_tokens, step_ms[num_forced:])
-    return np.where(is_forced, caps, np.bincount(requests[:num_admitted], minlength=len(caps)))
+    rows: Ints  # [R] KV rows
+    generations: Ints  # [R] of their occupants
+    caps: Ints  # [R] drafts verified at most
+    is_forced: NDArray[np.bool_]  # [R] verified up to the cap
+    num_requests: int  # requests that decode, those that do not draft included
+    step_ms: Floats | None  # [1 + sum(caps)] of the step with so many drafts verified; for the adaptive modes
 
+    @property
+    def free_caps(self) -> Ints:
+        """Drafts that compete for admission, [R]: none of a forced request."""
+        return np.where(self.is_forced, 0, self.caps)
 
-class SurvivalHistory:
-    """Survivals of the last two steps per KV row, each under the generation of the row's occupant (paper section 5.2)."""
-
-    LAG_STEPS = 2
-
-    def __init__(self, *, num_rows: int, gamma: int) -> None:
-        self._survival = np.ones((self.LAG_STEPS, num_rows, gamma))
-        self._generation = np.full((self.LAG_STEPS, num_rows), -1, dtype=np.int64)  # -1: nothing was drafted
-        self._oldest = 0
-
-    def exchange(self, rows: Ints, generations: Ints, fresh: Floats) -> Floats:
-        """Hand in this step's survivals, get those of two steps ago; 1 where the occupant had none. [R, G]"""
-        at = self._oldest
-        is_known = self._generation[at, rows] == generations
-        stale = np.where(is_known[:, None], self._survival[at, rows], 1.0)
-        self._generation[at] = -1
-        self._generation[at, rows] = generations
-        self._survival[at, rows] = fresh
-        self._oldest = (at + 1) % self.LAG_STEPS
-        return stale
-
-    def move(self, source: int, destination: int) -> None:
-        self._survival[:, destination] = self._survival[:, source]
-        self._generation[:, destination] = self._generation[:, source]
+    def price(self, survival: Floats) -> tuple[float, Floats]:
+        """Tokens expected without any competing draft, and milliseconds with 0, 1, 2, ... of them."""
+        assert self.step_ms is not None, "the adaptive modes price steps"
+        is_forced_slot = np.arange(survival.shape[1])[None, :] < (self.caps - self.free_caps)[:, None]
+        return self.num_requests + float(survival[is_forced_slot].sum()), self.step_ms[int(is_forced_slot.sum()) :]
 
 
 class PrefixScheduler:
@@ -183,8 +159,8 @@ class PrefixScheduler:
         """`temperatures` [G] calibrate the confidences (STS). Raises RecipeError when they or the length do not fit."""
         gamma = len(temperatures)
         self.config = config
-        self._temperatures = np.asarray(temperatures, dtype=np.float64)
-        if not ((self._temperatures > 0) & np.isfinite(self._temperatures)).all():
+        self.temperatures = np.asarray(temperatures, dtype=np.float64)
+        if not ((self.temperatures > 0) & np.isfinite(self.temperatures)).all():
             raise RecipeError(f"confidence temperatures: expected finite numbers > 0, found {list(temperatures)}")
         if config.verify_len is not None and config.verify_len > gamma:
             raise RecipeError(f"scheduler verify_len: expected at most gamma = {gamma}, found {config.verify_len}")
@@ -194,37 +170,38 @@ class PrefixScheduler:
         """A request moved to another KV row: its history follows."""
         self._history.move(source, destination)
 
-    def choose(
-        self,
-        confidence_logits: NDArray[np.float32] | None,
-        *,
-        rows: Ints,
-        generations: Ints,
-        caps: Ints,
-        is_forced: NDArray[np.bool_],
-        num_requests: int,
-        step_ms: Floats | None,
-    ) -> Ints:
-        """verify_len [R] of the requests that drafted.
-
-        confidence_logits [R, G], None without a confidence head; caps [R]; num_requests counts those that decode without
-        having drafted as well; step_ms [1 + sum(caps)]: milliseconds of the step with so many drafts verified, for the
-        adaptive modes.
-        """
+    def choose(self, confidence_logits: NDArray[np.float32] | None, offer: Offer) -> Ints:
+        """verify_len [R] of the requests that drafted. confidence_logits [R, G], None without a confidence head."""
         if self.config.mode in ("off", "fixed"):
-            return caps.copy()
-        confidence = (
-            np.ones((len(rows), len(self._temperatures)))
-            if confidence_logits is None
-            else calibrated_confidence(confidence_logits, self._temperatures)
-        )
+            return offer.caps.copy()
+        confidence = self._confidence(confidence_logits, offer)
         if self.config.mode == "threshold":
             assert self.config.threshold is not None, "checked by SchedulerConfig"
-            return np.where(is_forced, caps, cut_at_threshold(confidence, caps, self.config.threshold))
-        assert step_ms is not None, "the adaptive modes price steps"
+            return np.where(
+                offer.is_forced, offer.caps, cut_at_threshold(confidence, offer.caps, self.config.threshold)
+            )
         fresh = survival_of(confidence)
-        is_lagged = self.config.mode == "lagged_budget"
-        stale = self._history.exchange(rows, generations, fresh) if is_lagged else None
-        return _choose_adaptive(
-            fresh, stale, caps=caps, is_forced=is_forced, num_requests=num_requests, step_ms=step_ms
-        )
+        requests, values = admission_order(fresh, offer.free_caps)
+        if self.config.mode == "lagged_budget":
+            num_admitted = self.budget(offer)
+            self._history.record(offer.rows, offer.generations, fresh)
+        else:
+            num_admitted = early_stop_count(values, *offer.price(fresh))
+        admitted = np.bincount(requests[:num_admitted], minlength=len(offer.caps))
+        return np.where(offer.is_forced, offer.caps, admitted)
+
+    def budget(self, offer: Offer) -> int:
+        """K of `lagged_budget`: drafts that are admitted besides the forced ones. Reads nothing of this step's block."""
+        stale = self._history.stale(offer.rows, offer.generations)
+        _, values = admission_order(stale, offer.free_caps)
+        return best_count(values, *offer.price(stale))
+
+    def record(self, confidence_logits: NDArray[np.float32] | None, offer: Offer) -> None:
+        """Hand in the confidences of the step whose `budget` was asked for; the budget sees them two steps later."""
+        fresh = survival_of(self._confidence(confidence_logits, offer))
+        self._history.record(offer.rows, offer.generations, fresh)
+
+    def _confidence(self, confidence_logits: NDArray[np.float32] | None, offer: Offer) -> Floats:
+        if confidence_logits is None:
+            return np.ones((len(offer.rows), len(self.temperatures)))
+        return calibrated_confidence(confidence_logits, self.temperatures)

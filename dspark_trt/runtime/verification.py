@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.engines.protocol import TargetBatch
+from dspark_trt.engines.protocol import SelectBatch, TargetBatch
+from dspark_trt.errors import EngineBuildError
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.kv import CacheLengths
+from dspark_trt.runtime.prefix_scheduler import Offer
 from dspark_trt.runtime.state import Phase, RequestState
 from dspark_trt.steptable.table import StepTable
 
@@ -47,6 +49,11 @@ class StepPlan:
     @property
     def drafting(self) -> list[RequestState]:
         return self.decode[: self.num_drafting]
+
+    @property
+    def states(self) -> list[RequestState]:
+        """Everyone in the target's call, in the order of the segments."""
+        return [*self.decode, *(chunk.state for chunk in self.prefill)]
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -101,10 +108,26 @@ class Segment:
     first_token: int  # packed index
     num_tokens: int
     first_logit: int | None  # its first logit row; None: a prompt chunk with more to come
-    draft_ids: list[int]  # x_1 .. x_verify_len, behind the anchor
+    draft_ids: list[int]  # x_1 .. x_verify_len, behind the anchor; those before the first that is no token
     block_row: int  # its row of the draft block, where it drafted
     num_proposed: int  # drafts that were made for it: gamma or 0
     is_prefill: bool = False
+
+
+def offer_drafts(plan: StepPlan, table: StepTable | None, num_usable: NDArray[np.int64] | None = None) -> Offer:
+    """What the planned step could verify. num_usable [R of those that draft]: usable drafts, where the block is known."""
+    drafting = plan.drafting
+    caps = plan.caps[: len(drafting)]
+    if num_usable is not None:
+        caps = np.minimum(caps, num_usable)
+    return Offer(
+        rows=np.array([state.row for state in drafting], dtype=np.int64),
+        generations=np.array([state.generation for state in drafting], dtype=np.int64),
+        caps=caps,
+        is_forced=np.array([state.has_twin for state in drafting], dtype=np.bool_),
+        num_requests=len(plan.decode),
+        step_ms=None if table is None else step_ms(plan, table, int(caps.sum())),
+    )
 
 
 def pack(
@@ -112,7 +135,9 @@ def pack(
 ) -> tuple[TargetBatch, list[Segment]]:
     """The target's call: anchor and drafts of every request that decodes, then the prompt chunks.
 
-    Logits are asked for every token of a decoding request, and for the last token of a finished prompt.
+    Logits are asked for every token of a decoding request, and for the last token of a finished prompt. verify_lens [R].
+    A draft that is no token, which only a device that selects can have sent to verification, was not proposed: its
+    segment's drafts end before it. What the target makes of it stands behind them and is never read.
     """
     token_ids: list[int] = []
     logit_rows: list[int] = []
@@ -123,6 +148,8 @@ def pack(
         first_token, first_logit = len(token_ids), len(logit_rows)
         token_ids += [state.anchor_id, *draft_ids]
         logit_rows += range(first_token, len(token_ids))
+        if block is not None and draft_ids:
+            draft_ids = draft_ids[: block.num_usable[index]]
         num_proposed = block.draft_ids.shape[1] if block is not None and index < num_drafting else 0
         segments.append(Segment(state, first_token, 1 + verify_len, first_logit, draft_ids, index, num_proposed))
     for chunk in plan.prefill:
@@ -142,6 +169,35 @@ def pack(
         logit_rows=np.array(logit_rows, dtype=np.int64),
     )
     return batch, segments
+
+
+def select_batch(plan: StepPlan, num_admitted: int, temperatures: NDArray[np.float64]) -> SelectBatch:
+    """What the device selects by. num_admitted: PrefixScheduler.budget; temperatures [G] (STS)."""
+    return SelectBatch(
+        num_admitted=num_admitted,
+        caps=plan.caps,
+        is_forced=np.array([state.has_twin for state in plan.decode], dtype=np.bool_),
+        temperatures=temperatures.astype(np.float32),
+    )
+
+
+def num_selected(select: SelectBatch) -> int:
+    """Drafts that a selection sends to verification, whatever the confidences are: so T is known before drafting."""
+    num_forced = int(select.caps[select.is_forced].sum())
+    return num_forced + min(select.num_admitted, int(select.caps.sum()) - num_forced)
+
+
+def check_selection(select: SelectBatch, verify_lens: NDArray[np.int64]) -> None:
+    """Raises EngineBuildError when a device broke the contract: its logits then belong to other drafts than is thought."""
+    if verify_lens.shape == select.caps.shape and verify_lens.sum() == num_selected(select):
+        lowest = np.where(select.is_forced, select.caps, 0)
+        if ((lowest <= verify_lens) & (verify_lens <= select.caps)).all():
+            return
+    raise EngineBuildError(
+        f"selection of drafts on the device: expected {num_selected(select)} drafts within the caps "
+        f"{select.caps.tolist()} (forced: {select.is_forced.tolist()}), found verify_len {verify_lens.tolist()}; "
+        "report this with the output of `dspark-trt doctor`"
+    )
 
 
 def step_ms(plan: StepPlan, table: StepTable, max_drafts: int) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_trt.runtime.prefix_scheduler import PrefixScheduler, SchedulerConfig
+from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, SchedulerConfig
 
 GAMMA = 4
 LOGITS = st.sampled_from([-5.0, -1.0, 0.5, 5.0, 5.0, float("nan"), float("inf")])
@@ -37,16 +37,16 @@ def verify_lens(config: SchedulerConfig, step: dict[str, Any], logits: np.ndarra
     """The choice of a step that two steps (the same ones, always) went before."""
     scheduler = PrefixScheduler(config, temperatures=[1.0] * GAMMA, num_rows=len(logits))
     rows = np.arange(len(logits))
+    offer = Offer(
+        rows=rows,
+        generations=rows,
+        caps=step["caps"],
+        is_forced=step["is_forced"],
+        num_requests=len(rows),
+        step_ms=step["step_ms"],
+    )
     for past in [*step["past"], logits]:
-        chosen = scheduler.choose(
-            past,
-            rows=rows,
-            generations=rows,
-            caps=step["caps"],
-            is_forced=step["is_forced"],
-            num_requests=len(rows),
-            step_ms=step["step_ms"],
-        )
+        chosen = scheduler.choose(past, offer)
     return chosen
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from dspark_trt_plugins.prefix_select.reference import best_budget, early_stop, lagged_budget, survival
 
-from dspark_trt.runtime.prefix_scheduler import PrefixScheduler, SchedulerConfig
+from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, SchedulerConfig
 
 GAMMA = 7
 
@@ -42,8 +42,7 @@ class Step:
     def by_runtime(self, scheduler: PrefixScheduler, rows: np.ndarray, generations: np.ndarray) -> list[int]:
         num_requests = len(self.caps) + self.num_undrafted
         first = self.prefill_tokens + num_requests
-        chosen = scheduler.choose(
-            self.confidence_logits,
+        offer = Offer(
             rows=rows,
             generations=generations,
             caps=self.caps,
@@ -51,7 +50,7 @@ class Step:
             num_requests=num_requests,
             step_ms=self.step_ms[first : first + int(self.caps.sum()) + 1],
         )
-        return chosen.tolist()
+        return scheduler.choose(self.confidence_logits, offer).tolist()
 
 
 @pytest.mark.parametrize("seed", range(8))

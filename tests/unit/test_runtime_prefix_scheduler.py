@@ -9,16 +9,17 @@ import pytest
 
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.prefix_scheduler import (
+    Offer,
     PrefixScheduler,
     SchedulerConfig,
     SchedulerMode,
-    SurvivalHistory,
     admission_order,
     best_count,
     calibrated_confidence,
     early_stop_count,
     survival_of,
 )
+from dspark_trt.runtime.survival_history import SurvivalHistory
 
 
 def logit(confidence: Any) -> np.ndarray:
@@ -44,15 +45,15 @@ def choose(
     scheduler = scheduler or PrefixScheduler(
         SchedulerConfig(mode, threshold=threshold), temperatures=[1.0] * gamma, num_rows=8
     )
-    return scheduler.choose(
-        logit(confidence) if has_head else None,
+    offer = Offer(
         rows=np.arange(num_drafting),
         generations=np.arange(num_drafting),
         caps=caps,
         is_forced=np.zeros(num_drafting, bool) if is_forced is None else np.array(is_forced),
         num_requests=num_requests or num_drafting,
         step_ms=None if step_ms is None else np.asarray(step_ms, dtype=np.float64),
-    ).tolist()
+    )
+    return scheduler.choose(logit(confidence) if has_head else None, offer).tolist()
 
 
 def test_off_and_fixed_verify_the_caps() -> None:
@@ -163,32 +164,39 @@ def test_lagged_budget_gives_its_drafts_to_the_best_fresh_ones() -> None:
     assert lens == [[1, 1], [0, 2], [1, 0]]  # K = 2 (no history), K = 2, K = 1 (two steps ago only one draft was good)
 
 
+def exchange(history: SurvivalHistory, rows: np.ndarray, generations: np.ndarray, fresh: np.ndarray) -> np.ndarray:
+    """One step of `lagged_budget`: read what is two steps old, hand in what is new."""
+    stale = history.stale(rows, generations)
+    history.record(rows, generations, fresh)
+    return stale
+
+
 def test_history_belongs_to_the_occupant_and_not_to_the_row() -> None:
     history = SurvivalHistory(num_rows=3, gamma=2)
     rows = np.array([0, 1])
     first = np.array([[0.5, 0.4], [0.3, 0.2]])
-    history.exchange(rows, np.array([10, 11]), first)
-    history.exchange(rows, np.array([10, 11]), first / 2)
-    stale = history.exchange(rows, np.array([10, 99]), first)  # row 1 has a new occupant
+    exchange(history, rows, np.array([10, 11]), first)
+    exchange(history, rows, np.array([10, 11]), first / 2)
+    stale = exchange(history, rows, np.array([10, 99]), first)  # row 1 has a new occupant
     assert stale.tolist() == [[0.5, 0.4], [1.0, 1.0]]
 
 
 def test_history_follows_a_moved_row() -> None:
     history = SurvivalHistory(num_rows=3, gamma=1)
-    history.exchange(np.array([0, 2]), np.array([10, 12]), np.array([[0.5], [0.3]]))
-    history.exchange(np.array([0, 2]), np.array([10, 12]), np.array([[0.6], [0.4]]))
+    exchange(history, np.array([0, 2]), np.array([10, 12]), np.array([[0.5], [0.3]]))
+    exchange(history, np.array([0, 2]), np.array([10, 12]), np.array([[0.6], [0.4]]))
     history.move(2, 0)
-    assert history.exchange(np.array([0]), np.array([12]), np.array([[0.1]])).tolist() == [[0.3]]
-    assert history.exchange(np.array([0]), np.array([12]), np.array([[0.1]])).tolist() == [[0.4]]
+    assert exchange(history, np.array([0]), np.array([12]), np.array([[0.1]])).tolist() == [[0.3]]
+    assert exchange(history, np.array([0]), np.array([12]), np.array([[0.1]])).tolist() == [[0.4]]
 
 
 def test_a_step_without_drafts_of_a_request_leaves_it_without_history() -> None:
     history = SurvivalHistory(num_rows=2, gamma=1)
     both, only_first = np.array([0, 1]), np.array([0])
-    history.exchange(both, np.array([1, 2]), np.array([[0.5], [0.5]]))
-    history.exchange(only_first, np.array([1]), np.array([[0.5]]))
-    history.exchange(both, np.array([1, 2]), np.array([[0.5], [0.5]]))
-    assert history.exchange(both, np.array([1, 2]), np.array([[0.5], [0.5]])).tolist() == [[0.5], [1.0]]
+    exchange(history, both, np.array([1, 2]), np.array([[0.5], [0.5]]))
+    exchange(history, only_first, np.array([1]), np.array([[0.5]]))
+    exchange(history, both, np.array([1, 2]), np.array([[0.5], [0.5]]))
+    assert exchange(history, both, np.array([1, 2]), np.array([[0.5], [0.5]])).tolist() == [[0.5], [1.0]]
 
 
 @pytest.mark.parametrize(
