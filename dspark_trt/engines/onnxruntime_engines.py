@@ -47,10 +47,10 @@ class OnnxRuntimeTargetEngine:
         path = graphs / bindings.TARGET_GRAPH
         self._session = GraphSession(path, num_threads=settings.num_threads)
         self._dims = target_dims_from_metadata(self._session.metadata, str(path))
-        self._pool = CachePool(self._dims.cache)
+        self._pool = CachePool(self._dims.cache, self._dims.element_type)
         num_tokens = self._dims.limits.max_batch_tokens
         self._logits = np.empty((num_tokens, self._dims.vocab_size), np.float32)
-        self._taps = np.empty((num_tokens, self._dims.tap_width), np.float32)
+        self._taps = np.empty((num_tokens, self._dims.tap_width), self._dims.element_type)
 
     @property
     def limits(self) -> EngineLimits:
@@ -89,7 +89,7 @@ class OnnxRuntimeTargetEngine:
         self._pool.move_row(source, destination, num_positions)
 
     def _caches(self, groups: dict[str, RowGroup]) -> tuple[BoundArrays, BoundArrays]:
-        arrays: dict[str, NDArray[np.float32]] = {}
+        arrays: dict[str, NDArray[np.floating]] = {}
         for name, group in groups.items():
             arrays |= _range(self._pool, self._dims.cache.num_layers, name, group.first_row, group.num_rows)
         return arrays, {bindings.cache_output(name): array for name, array in arrays.items()}
@@ -103,7 +103,7 @@ class OnnxRuntimeDraftEngine:
         self._draft = GraphSession(path, num_threads=settings.num_threads)
         self._ingest = GraphSession(graphs / bindings.INGEST_GRAPH, num_threads=settings.num_threads)
         self._dims = drafter_dims_from_metadata(self._draft.metadata, str(path))
-        self._pool = CachePool(self._dims.cache)
+        self._pool = CachePool(self._dims.cache, self._dims.element_type)
         blocks = (self._dims.limits.max_slots, self._dims.gamma)
         self._draft_ids = np.empty(blocks, np.int64)
         self._draft_logits = np.empty((*blocks, self._dims.vocab_size), np.float32)
@@ -120,7 +120,7 @@ class OnnxRuntimeDraftEngine:
     def ingest(self, batch: IngestBatch) -> None:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
         rows, past, query = _int64(batch.rows, batch.past_lengths, batch.query_lengths)
-        taps = np.ascontiguousarray(batch.taps, np.float32)
+        taps = np.ascontiguousarray(batch.taps, self._dims.element_type)
         _check_rows(self.limits, rows, past + query)
         inputs: dict[str, NDArray[Any]] = {bindings.TAPS: taps, bindings.POSITIONS: positions(past, query)}
         if self._dims.attention == "standard":
@@ -174,7 +174,7 @@ class OnnxRuntimeDraftEngine:
 
 def _range(
     pool: CachePool, num_layers: int, group: str, first_row: int, num_rows: int
-) -> dict[str, NDArray[np.float32]]:
+) -> dict[str, NDArray[np.floating]]:
     """Cache input names and the part of the pool that they stand for."""
     arrays = {}
     for layer in range(num_layers):
