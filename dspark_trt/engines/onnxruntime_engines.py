@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from dspark_trt import bindings
 from dspark_trt.dims import drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.engines.capacity import check_rows, check_tokens
 from dspark_trt.engines.onnxruntime_cache import KEYS, VALUES, CachePool
 from dspark_trt.engines.onnxruntime_session import BoundArrays, GraphSession
 from dspark_trt.engines.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
 from dspark_trt.engines.row_groups import RowGroup, positions, row_group
-from dspark_trt.errors import CapacityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class OnnxRuntimeTargetEngine:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
         token_ids, rows, past, query = _int64(batch.token_ids, batch.rows, batch.past_lengths, batch.query_lengths)
         (logit_rows,) = _int64(batch.logit_rows)
-        _check_rows(self.limits, rows, past + query)
-        _check_tokens(self.limits, len(token_ids))
+        check_rows(self.limits, rows, past + query)
+        check_tokens(self.limits, len(token_ids))
         n = batch.num_decode
         num_decode_tokens = int(query[:n].sum())
         decode = row_group(rows[:n], past[:n], query[:n])
@@ -121,10 +121,10 @@ class OnnxRuntimeDraftEngine:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
         rows, past, query = _int64(batch.rows, batch.past_lengths, batch.query_lengths)
         taps = np.ascontiguousarray(batch.taps, self._dims.element_type)
-        _check_rows(self.limits, rows, past + query)
+        check_rows(self.limits, rows, past + query)
         inputs: dict[str, NDArray[Any]] = {bindings.TAPS: taps, bindings.POSITIONS: positions(past, query)}
         if self._dims.attention == "standard":
-            _check_tokens(self.limits, len(taps))
+            check_tokens(self.limits, len(taps))
             group = row_group(rows, past, query)
             inputs |= _group_inputs(bindings.CONTEXT, group)
             first_row, num_rows = group.first_row, group.num_rows
@@ -138,7 +138,7 @@ class OnnxRuntimeDraftEngine:
     def draft(self, batch: DraftBatch) -> DraftOutput:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
         rows, anchor_ids, past = _int64(batch.rows, batch.anchor_ids, batch.past_lengths)
-        _check_rows(self.limits, rows, past + 1)
+        check_rows(self.limits, rows, past + 1)
         num_requests, first_row = len(rows), int(rows.min())
         num_rows = int(rows.max()) - first_row + 1
         row_requests, row_query_lengths = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
@@ -193,26 +193,3 @@ def _group_inputs(name: str, group: RowGroup) -> dict[str, NDArray[Any]]:
 
 def _int64(*arrays: Any) -> tuple[NDArray[np.int64], ...]:
     return tuple(np.ascontiguousarray(array, np.int64) for array in arrays)
-
-
-def _check_tokens(limits: EngineLimits, num_tokens: int) -> None:
-    """Raises CapacityError when a call has too many packed tokens."""
-    if num_tokens > limits.max_batch_tokens:
-        raise CapacityError(
-            f"a call of {num_tokens} packed tokens exceeds max_batch_tokens {limits.max_batch_tokens}; split it, or build "
-            "with a larger --max-batch-tokens"
-        )
-
-
-def _check_rows(limits: EngineLimits, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> None:
-    """Raises CapacityError when a call would write outside the pool or outside a row."""
-    if lengths.max() > limits.max_seq_len:
-        raise CapacityError(
-            f"a row would hold {int(lengths.max())} positions, max_seq_len is {limits.max_seq_len}; end the request, or "
-            "build with a larger --max-seq-len"
-        )
-    if rows.min() < 0 or rows.max() >= limits.max_slots:
-        raise CapacityError(
-            f"rows {int(rows.min())}..{int(rows.max())} are not all below max_slots {limits.max_slots}; "
-            "build with a larger --max-slots"
-        )

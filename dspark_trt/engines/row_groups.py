@@ -1,6 +1,6 @@
 """Index tensors of one row group: packed segments laid out on a contiguous range of KV rows (see `bindings`).
 
-Shape letters: `T` packed tokens of the group, `B` rows of the range, `S` longest query.
+Shape letters: `R` segments, `T` packed tokens of the group, `B` rows of the range, `S` longest query.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RowGroup:
     """A range of rows [first_row, first_row + B) and where its tokens stand."""
 
     first_row: int
-    tokens: Int64  # [B, S] packed index of each padded slot; padding points at packed token 0
+    tokens: Int64  # [B, S] packed index of each padded slot; padding points at the row's last token
     past_lengths: Int64  # [B], 0 for rows without tokens
     query_lengths: Int64  # [B], 0 for rows without tokens
     slots: Int64  # [T] b * S + i of each token
@@ -28,26 +28,37 @@ class RowGroup:
         return len(self.past_lengths)
 
 
-def row_group(rows: Int64, past_lengths: Int64, query_lengths: Int64, *, first_token: int = 0) -> RowGroup:
+def row_group(
+    rows: Int64,
+    past_lengths: Int64,
+    query_lengths: Int64,
+    *,
+    first_token: int = 0,
+    padded_to: tuple[int, int] | None = None,
+) -> RowGroup:
     """The group of some segments, given in packed order: [R] each, `first_token` the packed index of the first one's first.
 
+    `padded_to` (B, S): the range begins at row 0 and has these sizes; without it, it is the smallest that holds the segments.
     Without segments, one row without tokens: attention operators do not take an empty batch (ONNX Runtime's standard one says
     so, GroupQueryAttention can divide by zero). On ONNX Runtime that row costs 2 to 3 % of a one-token step.
+
+    Padding points at the row's own last token, so that nothing of another request, a NaN say, is ever written into a row that
+    is read.
     """
     if not len(rows):
         none = np.zeros(1, np.int64)
         return RowGroup(0, none[:, None], none, none, none[:0])
-    first_row = int(rows.min())
-    num_rows, longest = int(rows.max()) - first_row + 1, int(query_lengths.max())
-    begin_slots = (rows - first_row) * longest
+    first_row = int(rows.min()) if padded_to is None else 0
+    num_rows, longest = padded_to or (int(rows.max()) - first_row + 1, int(query_lengths.max()))
+    at = rows - first_row
     ends = query_lengths.cumsum()
-    packed = np.arange(ends[-1])
-    slots = packed + np.repeat(begin_slots - ends + query_lengths, query_lengths)
+    begins = ends - query_lengths
+    slots = np.arange(ends[-1]) + np.repeat(at * longest - begins, query_lengths)
     tokens = np.zeros((num_rows, longest), np.int64)
-    tokens.reshape(-1)[slots] = packed + first_token
+    tokens[at] = first_token + begins[:, None] + np.minimum(np.arange(longest), query_lengths[:, None] - 1)
     past, query = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
-    past[rows - first_row] = past_lengths
-    query[rows - first_row] = query_lengths
+    past[at] = past_lengths
+    query[at] = query_lengths
     return RowGroup(first_row, tokens, past, query, slots)
 
 

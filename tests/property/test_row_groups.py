@@ -32,12 +32,29 @@ def test_tokens_and_slots_are_inverse_and_idle_rows_are_empty(
         assert group.past_lengths[at] == start
         assert group.query_lengths[at] == length
         np.testing.assert_array_equal(group.tokens[at, :length], first_token + begin + np.arange(length))
+        assert (group.tokens[at, length:] == first_token + begin + length - 1).all(), "padding is of the row's own"
         begin += length
     idle = np.setdiff1d(np.arange(group.num_rows), rows - group.first_row)
     assert not group.past_lengths[idle].any()
     assert not group.query_lengths[idle].any()
     expected = np.concatenate([start + np.arange(length) for start, length in zip(past, query, strict=True)])
     np.testing.assert_array_equal(positions(past, query), expected)
+
+
+@given(segments(), st.integers(0, 20), st.integers(0, 5), st.integers(0, 9))
+def test_a_padded_group_holds_the_same_in_a_range_from_row_0(
+    drawn: tuple[list[int], list[int], list[int]], first_token: int, more_rows: int, more_slots: int
+) -> None:
+    rows, past, query = (np.array(values) for values in drawn)
+    shape = (int(rows.max()) + 1 + more_rows, int(query.max()) + more_slots)
+    group = row_group(rows, past, query, first_token=first_token, padded_to=shape)
+    assert (group.first_row, group.tokens.shape) == (0, shape)
+    np.testing.assert_array_equal(group.tokens.reshape(-1)[group.slots], first_token + np.arange(query.sum()))
+    np.testing.assert_array_equal(group.past_lengths[rows], past)
+    np.testing.assert_array_equal(group.query_lengths[rows], query)
+    idle = np.setdiff1d(np.arange(shape[0]), rows)
+    assert not group.query_lengths[idle].any()
+    assert not group.past_lengths[idle].any()
 
 
 def test_a_group_without_segments_is_one_row_without_tokens() -> None:
