@@ -1,4 +1,6 @@
-"""The decoder layer that target and drafter share, in plain PyTorch float32.
+"""The decoder layer that target and drafter share, in plain PyTorch, in the element type of the tensors it is given.
+
+Norms and rotation are computed in float32, by cos and sin of that type as transformers has them. Nothing here depends on the values of a tensor, so all of it can be captured.
 
 Shape letters: `T` tokens, `S` query tokens of one segment, `J` keys of one segment, `D` hidden, `N`/`K` query/KV heads,
 `H` head dim.
@@ -110,9 +112,9 @@ class ReferenceDecoder:
         if self.spec.has_qk_norm:
             heads = self.norm(f"{name}_norm", heads)
         angles = positions[:, None, None].to(torch.float32) * self._frequencies  # [T, 1, H / 2]
-        cos, sin = angles.cos() * self._rope_scale, angles.sin() * self._rope_scale
-        first, second = heads.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        cos, sin = ((wave * self._rope_scale).to(heads.dtype) for wave in (angles.cos(), angles.sin()))
+        first, second = heads.float().chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
 
 
 class ReferenceCache:

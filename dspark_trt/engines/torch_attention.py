@@ -1,0 +1,61 @@
+"""Attention of one row group of `bindings` in PyTorch: what graphs/attention_standard.py says, with the same memory.
+
+Nothing here waits for the device, depends on the values of a tensor or makes a shape out of them: a call can be captured in a
+CUDA graph. Its cost follows the capacity of a row, as that of any mask over a whole row does.
+
+Shape letters: `T` packed tokens, `B` rows and `S` padded query length of the group, `N`/`K` query/KV heads, `H` head dim,
+`C` row capacity.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dspark_trt.checkpoints.spec import DecoderSpec
+
+
+def begin_positions(past_lengths: torch.Tensor, query_lengths: torch.Tensor, max_seq_len: int) -> torch.Tensor:
+    """Where each row is written, [B]: a row without tokens from `max_seq_len` on, where no valid position can stand."""
+    return past_lengths.masked_fill(query_lengths == 0, max_seq_len)
+
+
+def causal_limits(past_lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The last position that each padded query sees, [B, S]: its own."""
+    return past_lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+
+
+class RowGroup:
+    """The padded rows of one call. `mask_to` makes the mask that `attend` takes."""
+
+    def __init__(self, spec: DecoderSpec, tokens: torch.Tensor, begin: torch.Tensor) -> None:
+        """`tokens` [B, S]: packed index of each padded slot. `begin` [B]: where each row is written."""
+        self._spec = spec
+        self._tokens = tokens
+        self._positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, S]
+
+    def write(self, cache: torch.Tensor, packed: torch.Tensor) -> None:
+        """Put [T, K, H] into the rows [B, K, C, H], padding too: it stands behind the valid positions."""
+        padded = packed[self._tokens].transpose(1, 2)  # [B, K, S, H]
+        cache.scatter_(2, self._positions[:, None, :, None].expand(padded.shape), padded)
+
+    def mask_to(self, last_seen: torch.Tensor, capacity: int) -> torch.Tensor:
+        """True where a query may look, [B, 1, N / K * S, C], from the last position that each sees, [B, S]."""
+        is_visible = torch.arange(capacity, device=last_seen.device) <= last_seen[:, :, None]  # [B, S, C]
+        group = self._spec.num_heads // self._spec.num_kv_heads
+        return is_visible[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Queries [T, N, H] over the rows [B, K, C, H] -> [B * S, N, H].
+
+        The query heads that share a KV head stand one behind the other as more queries of it, so that no key is copied.
+        """
+        spec = self._spec
+        rows, slots = self._tokens.shape
+        group = spec.num_heads // spec.num_kv_heads
+        padded = queries[self._tokens].unflatten(2, (spec.num_kv_heads, group))  # [B, S, K, N / K, H]
+        folded = padded.permute(0, 2, 3, 1, 4).reshape(rows, spec.num_kv_heads, group * slots, spec.head_dim)
+        attended = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        unfolded = attended.unflatten(2, (group, slots)).permute(0, 3, 1, 2, 4)  # [B, S, K, N / K, H]
+        return unfolded.reshape(rows * slots, spec.num_heads, spec.head_dim)
