@@ -39,8 +39,8 @@ GAMMA = 5
 class TransformersTarget:
     """Logits and raw layer outputs of whole sequences, taken by forward hooks."""
 
-    def __init__(self, folder: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
         self._model.eval()
         self._outputs: dict[int, torch.Tensor] = {}
         inner = self._model.model
@@ -119,6 +119,7 @@ def open_target(
     limits: EngineLimits,
     precision: Precision = "fp32",
     attention: Attention = "gqa",
+    twin: bool = False,
 ) -> OnnxRuntimeTargetEngine:
     """Write the target graph unless it is there, and open it."""
     checkpoint = read_target(str(source)) if isinstance(source, Path) else source
@@ -132,6 +133,7 @@ def open_target(
             gamma=GAMMA,
             precision=precision,
             attention=attention,
+            twin=twin,
         )
     return OnnxRuntimeTargetEngine(graphs, SETTINGS)
 
@@ -144,6 +146,7 @@ def open_pair(
     limits: EngineLimits,
     precision: Precision = "fp32",
     is_standard: bool = False,
+    twin: bool = False,
 ) -> tuple[OnnxRuntimeTargetEngine, OnnxRuntimeDraftEngine]:
     """Write all graphs and open both engines."""
     engine = open_target(
@@ -153,6 +156,7 @@ def open_pair(
         limits=limits,
         precision=precision,
         attention="standard" if is_standard else "gqa",
+        twin=twin,
     )
     write_drafter_graphs(
         target,
@@ -161,6 +165,7 @@ def open_pair(
         limits=limits,
         precision=precision,
         attention="standard" if is_standard else "drafter",
+        twin=twin,
     )
     return engine, OnnxRuntimeDraftEngine(graphs, SETTINGS)
 

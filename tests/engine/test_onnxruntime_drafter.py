@@ -67,15 +67,18 @@ class Contexts:
             engine.ingest(batch)
         self.lengths[rows] += query_lengths
 
-    def draft(self, rows: list[int]) -> list[DraftOutput]:
+    def block(self, rows: list[int]) -> DraftBatch:
         count = len(rows)
-        batch = DraftBatch(
+        return DraftBatch(
             rows=np.array(rows),
             anchor_ids=self.random.integers(0, 97, count),
             past_lengths=self.lengths[rows],
             temperatures=self.random.choice([0.0, 0.7, 1.0], count).astype(np.float32),
             uniforms=self.random.random((count, self.engines[0].gamma), dtype=np.float32),
         )
+
+    def draft(self, rows: list[int]) -> list[DraftOutput]:
+        batch = self.block(rows)
         return [engine.draft(batch) for engine in self.engines]
 
 
