@@ -1,17 +1,19 @@
 /* A CUDA driver that computes nothing and writes down what it is asked for, one line a call.
  *
- * A "cubin" is a string with one letter for each parameter of its kernel: p for a pointer, i for an int32. The device is of
- * compute capability 9.0. Launches on stream -1 fail.
+ * A "cubin" is a string with one letter for each parameter of its kernel: p for a pointer, i for an int32. Launches on stream -1
+ * fail. Without the environment variables DRIVER_GPU_SM and DRIVER_GPU_NAME the device is an "NVIDIA H200" of compute capability
+ * 9.0; with DRIVER_NUM_GPUS=0 there is none.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 typedef int Result;
-enum { SUCCESS = 0, INVALID_VALUE = 1, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, NO_DEVICE = 100, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 };
 
 struct Kernel {
     char name[64];
@@ -41,7 +43,38 @@ Result cuGetProcAddress_v2(const char *symbol, void **function, int version, uin
     return SUCCESS;
 }
 
-Result cuInit(unsigned flags) { return SUCCESS; }
+static int number(const char *variable, int otherwise)
+{
+    const char *text = getenv(variable);
+    return text ? atoi(text) : otherwise;
+}
+
+Result cuInit(unsigned flags) { return number("DRIVER_NUM_GPUS", 1) ? SUCCESS : NO_DEVICE; }
+
+Result cuDeviceGetCount(int *count)
+{
+    *count = number("DRIVER_NUM_GPUS", 1);
+    return SUCCESS;
+}
+
+Result cuDeviceGet(int *device, int ordinal)
+{
+    *device = ordinal;
+    return SUCCESS;
+}
+
+Result cuDeviceGetName(char *name, int size, int device)
+{
+    const char *given = getenv("DRIVER_GPU_NAME");
+    snprintf(name, size, "%s", given ? given : "NVIDIA H200");
+    return SUCCESS;
+}
+
+Result cuDeviceTotalMem(size_t *bytes, int device)
+{
+    *bytes = (size_t)48 << 30;
+    return SUCCESS;
+}
 
 Result cuDriverGetVersion(int *version)
 {
@@ -51,7 +84,7 @@ Result cuDriverGetVersion(int *version)
 
 Result cuGetErrorString(Result error, const char **text)
 {
-    *text = "invalid argument";
+    *text = error == NO_DEVICE ? "no CUDA-capable device is detected" : "invalid argument";
     return SUCCESS;
 }
 
@@ -63,7 +96,8 @@ Result cuCtxGetDevice(int *device)
 
 Result cuDeviceGetAttribute(int *value, int attribute, int device)
 {
-    *value = attribute == CAPABILITY_MAJOR ? 9 : 0;
+    int sm = number("DRIVER_GPU_SM", 90);
+    *value = attribute == CAPABILITY_MAJOR ? sm / 10 : attribute == CAPABILITY_MINOR ? sm % 10 : 0;
     return SUCCESS;
 }
 

@@ -26,6 +26,7 @@ from dspark_trt_plugins.operation import (
 )
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 
+from tests.cuda_driver.build import build_driver
 from tests.cuda_driver.record_launches import WORKSPACE, address
 
 REPOSITORY = Path(__file__).parents[2]
@@ -47,11 +48,7 @@ SHARED_BYTES = 60_000  # more than a kernel gets without asking
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    library = tmp_path_factory.mktemp("driver") / "libcuda.so.1"
-    source = REPOSITORY / "tests" / "cuda_driver" / "driver.c"
-    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", str(library), str(source), "-ldl"]
-    subprocess.run(command, check=True)
-    return library
+    return build_driver(tmp_path_factory.mktemp("driver"))
 
 
 def kernel(name: str, parameters: str, shared_bytes: int = 0) -> CompiledKernel:
