@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from dspark_trt.engines.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
+from dspark_trt.engines.protocol import (
+    DraftBatch,
+    DraftOutput,
+    EngineLimits,
+    IngestBatch,
+    StepEngine,
+    TargetBatch,
+    TargetOutput,
+)
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.loop import DecodingLoop
@@ -72,7 +80,7 @@ class _Store:
         self.tokens[source] = EMPTY
 
 
-class _FailingEngine:
+class FailingEngine:
     """Raises at the calls whose names are in `failures`, once each."""
 
     def __init__(self) -> None:
@@ -86,7 +94,7 @@ class _FailingEngine:
             raise EngineBuildError(f"{name} failed, as the test wants it")
 
 
-class ToyTarget(_FailingEngine):
+class ToyTarget(FailingEngine):
     """A target over a ToyLanguage. Its taps are (token id, position)."""
 
     def __init__(self, language: ToyLanguage, limits: EngineLimits) -> None:
@@ -159,7 +167,7 @@ def capricious_confidence(context: Sequence[int], seen: Sequence[int], acceptanc
     return [4.0 if token % 2 else -2.0 for token in seen]
 
 
-class ToyDrafter(_FailingEngine):
+class ToyDrafter(FailingEngine):
     """Drafts from skill * target logits + (1 - |skill|) * noise. skill 1 is perfect, -1 proposes what the target avoids."""
 
     def __init__(
@@ -292,12 +300,16 @@ def make_loop(
     table: StepTable = MODERATE,
     eos_token_ids: Sequence[int] = (),
     decode: Callable[[Sequence[int]], str] = letters,
+    step_engine: StepEngine | None = None,
+    temperatures: Sequence[float] | None = None,
 ) -> DecodingLoop:
+    """`temperatures` are 1 where none are given."""
     return DecodingLoop(
         target=target,
         drafter=drafter,
+        step_engine=step_engine,
         step_table=table,
-        temperatures=[1.0] * (drafter.gamma if drafter else 0),
+        temperatures=temperatures or [1.0] * (drafter.gamma if drafter else 0),
         eos_token_ids=eos_token_ids,
         decode=decode,
         scheduler=scheduler,

@@ -1,8 +1,4 @@
-"""The output distribution is the target's, exactly: chi-square of whole outputs against the exact distribution.
-
-Every output of a small language is enumerated with its exact probability (plain reference, float64). Batches of 4 rows
-with slot churn: requests of several lengths and prompts join and leave all the time. Outputs are compared token prefix by
-token prefix (1, 2, 3 and 4 tokens), since few large cells show a small bias that many small ones hide.
+"""The output distribution is the target's, exactly: chi-square of whole outputs against the exact one (tests/lossless.py).
 
 Seeds are fixed, so a result never changes. Had the draws been random, a test would fail falsely with probability 1e-4, and
 any of the 26 here with 0.26 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
@@ -10,23 +6,19 @@ any of the 26 here with 0.26 percent. `test_a_scheduler_that_looks_ahead_is_caug
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
-from scipy.stats import chisquare
 
 from dspark_trt.engines.protocol import EngineLimits
 from dspark_trt.runtime import prefix_scheduler
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.steptable.table import StepTable
-from tests.runtime_reference import sequence_probs
+from tests.lossless import assert_lossless
 from tests.toy_engines import (
     FLAT,
-    LIMITS,
-    MODERATE,
     STAIRS,
     STEEP,
     Output,
@@ -35,88 +27,17 @@ from tests.toy_engines import (
     ToyTarget,
     capricious_confidence,
     collect,
-    honest_confidence,
     make_loop,
     run,
     step_table,
 )
 
-FALSE_FAILURE = 1e-4
-LANGUAGE = ToyLanguage(vocab_size=4, order=2, num_patterns=31, scale=1.2, seed=3)
 CONFIGS = {
     "fixed": SchedulerConfig("fixed"),
     "threshold": SchedulerConfig("threshold", threshold=0.7),
     "early_stop": SchedulerConfig("early_stop"),
     "lagged_budget": SchedulerConfig("lagged_budget"),
 }
-PROMPT = (1, 2)
-NUM_SAMPLES = 1500
-
-
-def smallest_pvalue(outputs: list[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:
-    """Over all prefix lengths. An output that the target cannot give fails at once."""
-    assert sum(exact.values()) == pytest.approx(1.0)
-    assert set(outputs) <= set(exact), "an output that the target never gives"
-    pvalues = []
-    for length in range(1, max(map(len, exact)) + 1):
-        counts = Counter(output[:length] for output in outputs)
-        probs: dict[tuple[int, ...], float] = {}
-        for sequence, prob in exact.items():
-            probs[sequence[:length]] = probs.get(sequence[:length], 0.0) + prob
-        pvalues.append(chi_square_pvalue(counts, probs, len(outputs)))
-    return min(pvalues)
-
-
-def chi_square_pvalue(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float], num_outputs: int) -> float:
-    """Cells with an expectation below 5 are pooled."""
-    common = [cell for cell, prob in probs.items() if prob * num_outputs >= 5]
-    expected = [probs[cell] * num_outputs for cell in common]
-    found = [counts[cell] for cell in common]
-    if len(common) < len(probs):
-        expected.append(num_outputs - sum(expected))
-        found.append(num_outputs - sum(found))
-    return float(chisquare(found, expected).pvalue)
-
-
-def sample(
-    config: SchedulerConfig,
-    params: dict[str, Any],
-    *,
-    table: StepTable = MODERATE,
-    skill: float = 0.6,
-    confidence: Any = honest_confidence,
-    gamma: int = 4,
-    twins: bool = False,
-    eos: tuple[int, ...] = (),
-    num_samples: int = NUM_SAMPLES,
-) -> list[tuple[int, ...]]:
-    """Outputs of `num_samples` requests with seeds 0, 1, 2 …, among others that only make rows and loads change.
-
-    twins: every request has a second one of the same seed, prompt and length beside it, whose output is not counted.
-    """
-    drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence)
-    loop = make_loop(ToyTarget(LANGUAGE, LIMITS), drafter, config, table=table, eos_token_ids=eos)
-    requests = []
-    for seed in range(num_samples):
-        counted = SamplingParams(seed=seed, **params)
-        requests.append(GenerationRequest(request_id=f"counted-{seed}", prompt_ids=PROMPT, sampling=counted))
-        if twins:
-            requests.append(GenerationRequest(request_id=f"twin-{seed}", prompt_ids=PROMPT, sampling=counted))
-        if seed % 3 == 0:
-            other = SamplingParams(max_tokens=1 + seed % 7, temperature=(0.0, 1.5)[seed % 2], seed=seed)
-            prompt = tuple((seed + at) % 4 for at in range(1 + seed % 5))
-            requests.append(GenerationRequest(request_id=f"other-{seed}", prompt_ids=prompt, sampling=other))
-    outputs = run(loop, requests)
-    assert loop.totals.num_rows_moved > num_samples / 10, "slots churn"
-    if config.mode != "off":
-        assert loop.totals.num_drafts_accepted > 0
-    return [tuple(outputs[f"counted-{seed}"].token_ids) for seed in range(num_samples)]
-
-
-def assert_lossless(config: SchedulerConfig, params: dict[str, Any], **options: Any) -> None:
-    exact = sequence_probs(LANGUAGE, PROMPT, SamplingParams(**params), options.get("eos", ()))
-    assert smallest_pvalue(sample(config, params, **options), exact) > FALSE_FAILURE / params["max_tokens"]
-
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 4}
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
