@@ -36,11 +36,13 @@ def write_drafter_graphs(
     precision: Precision,
     attention: Attention = "drafter",
     twin: bool = False,
+    markov_top_n: int = 0,
 ) -> GraphFiles:
     """Write drafter_ingest.onnx and drafter_draft.onnx with their weights into `folder`, where target.onnx already is.
 
     An embedding or head that the drafter does not own is the target's, in the target's file.
-    `twin`: as for the target, whose graph has to be a twin too.
+    `twin`: as for the target, whose graph has to be a twin too. `markov_top_n`: drafts of a slot come from its so many largest
+    base logits; 0: from all.
     Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not fit the
     precision, or a weight exceeds float16.
     """
@@ -67,6 +69,7 @@ def write_drafter_graphs(
             numbers,
             base_logits=draft.op("Reshape", base_logits, draft.vector(-1, dims.gamma, dims.vocab_size)),
             hidden=draft.op("Reshape", h, draft.vector(-1, dims.gamma, dims.hidden_size)),
+            top_n=markov_top_n,
         )
         draft.save(folder / bindings.DRAFT_GRAPH, metadata)
         return GraphFiles((folder / bindings.INGEST_GRAPH, folder / bindings.DRAFT_GRAPH), weights.files)
