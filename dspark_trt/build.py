@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
+from dspark_trt.backends import resolve_backend
+from dspark_trt.context import Context
+from dspark_trt.environment import DEVICE_DISTRIBUTIONS, installed_versions
 from dspark_trt.errors import ManifestError, RecipeError
 from dspark_trt.log import get_logger
 from dspark_trt.manifest import (
@@ -39,7 +41,7 @@ from dspark_trt.manifest import (
     write_manifest,
 )
 from dspark_trt.recipe import BuildRecipe
-from dspark_trt.stages import STAGES, Context, Stage
+from dspark_trt.stages import STAGES, Stage
 
 logger = get_logger(__name__)
 
@@ -87,16 +89,13 @@ def build(
 
 
 def resolve(recipe: BuildRecipe) -> BuildRecipe:
-    """No `auto` after this point."""
+    """No `auto` after this point, and a machine that can build it. Raises RecipeError, EnvironmentMissingError."""
     if recipe.max_batch_tokens < recipe.max_slots:
         raise RecipeError(
             f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not hold one "
             "token of every request; raise --max-batch-tokens or lower --max-slots"
         )
-    if recipe.backend == "auto":
-        recipe = recipe.model_copy(update={"backend": "onnxruntime"})
-        logger.info("backend: onnxruntime (the backend of CPU hosts)")
-    return recipe
+    return resolve_backend(recipe)
 
 
 def _complete(
@@ -107,7 +106,7 @@ def _complete(
     known = _known_manifest(folder)
     inputs = record_inputs(stage.inputs(context), known.inputs if known and not verify else {})
     predecessors = {name: keys[name] for name in stage.predecessors}
-    settings = stage.settings(context) | {"code": {name: code_hash(name) for name in stage.packages}}
+    settings = stage.settings(context) | {"code": {name: code_hash(name) for name in stage.packages(context)}}
     key = stage_key(stage.name, settings, predecessors, inputs)
     if known is not None and known.key == key and _is_intact(folder, known, verify):
         logger.info("%s: kept", stage.name)
@@ -147,9 +146,7 @@ def _is_intact(folder: Path, manifest: StageManifest, verify: bool) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    packages = ("dspark-trt", "numpy", "onnx", "onnxruntime")
-    installed = {distribution.name.lower() for distribution in metadata.distributions()}
-    return {name: metadata.version(name) for name in packages if name in installed}
+    return installed_versions("dspark-trt", "numpy", "onnx", "onnxruntime", *DEVICE_DISTRIBUTIONS)
 
 
 def _claim(output: Path) -> None:

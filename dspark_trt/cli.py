@@ -51,8 +51,17 @@ def build(
     target: Annotated[str | None, typer.Option(help="Hugging Face folder or hub id, or a GGUF file.")] = None,
     drafter: Annotated[str | None, typer.Option(help="DSpark checkpoint: Hugging Face folder or hub id.")] = None,
     recipe: Annotated[Path | None, typer.Option(help="YAML file with any of these options; options win.")] = None,
-    backend: Annotated[str | None, typer.Option(help="auto | onnxruntime  [default: auto]")] = None,
-    precision: Annotated[str | None, typer.Option(help="fp32 | int8 | int4  [default: fp32]")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="auto | onnxruntime | tensorrt | tensorrt_rtx  [default: auto]")
+    ] = None,
+    precision: Annotated[
+        str | None,
+        typer.Option(help="onnxruntime: fp32 | int8 | int4  [default: fp32]; tensorrt*: bf16 | fp16  [default: bf16]"),
+    ] = None,
+    compute_capability: Annotated[
+        list[int] | None,
+        typer.Option(help="tensorrt_rtx: SM to compile for, e.g. 89; several times  [default: the GPU here]"),
+    ] = None,
     target_revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of the hub id.")] = None,
     drafter_revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of the hub id.")] = None,
     chat_template_kwargs: Annotated[
@@ -66,12 +75,18 @@ def build(
         int | None, typer.Option(help="Positions of a request  [default: 4096, or the target's limit]")
     ] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Packed tokens of a step  [default: 512]")] = None,
-    num_threads: Annotated[int | None, typer.Option(help="Threads of an engine  [default: the cores here]")] = None,
+    num_threads: Annotated[
+        int | None, typer.Option(help="onnxruntime: threads of an engine  [default: the cores here]")
+    ] = None,
+    markov_top_n: Annotated[
+        int | None, typer.Option(help="Draft from the N largest base logits of a slot  [default: 0, from all]")
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Hash what is kept again.")] = False,
 ) -> None:
     """Turn a target and a drafter into engines, a step table and a Triton model repository."""
     from dspark_trt.build import build as run_build
     from dspark_trt.inspection import NUMERIC_NOTES
+    from dspark_trt.manifest import read_summary
     from dspark_trt.recipe import load_recipe
 
     overrides: dict[str, Any] = {
@@ -79,6 +94,7 @@ def build(
         "drafter": drafter,
         "backend": backend,
         "precision": precision,
+        "compute_capabilities": compute_capability or None,
         "target_revision": target_revision,
         "drafter_revision": drafter_revision,
         "chat_template_kwargs": _parse_json("--chat-template-kwargs", chat_template_kwargs),
@@ -87,8 +103,9 @@ def build(
         "max_seq_len": max_seq_len,
         "max_batch_tokens": max_batch_tokens,
         "num_threads": num_threads,
+        "markov_top_n": markov_top_n,
     }
-    resolved = load_recipe(recipe, overrides)
+    build_recipe = load_recipe(recipe, overrides)
     columns = (
         TextColumn("{task.description:<18}"),
         BarColumn(),
@@ -103,11 +120,12 @@ def build(
                 tasks[stage] = bars.add_task(stage, total=1.0)
             bars.update(tasks[stage], completed=fraction)
 
-        results = run_build(resolved, output, verify=verify, progress=progress)
+        results = run_build(build_recipe, output, verify=verify, progress=progress)
     for result in results:
         print(f"{result.stage:<18} {'built' if result.was_built else 'kept':<6} {result.seconds:7.2f} s")
-    if resolved.precision != "fp32":
-        print(f"\n{resolved.precision}: {NUMERIC_NOTES[resolved.precision]}")
+    precision_built = read_summary(output).recipe.precision
+    if precision_built != "fp32":
+        print(f"\n{precision_built}: {NUMERIC_NOTES[precision_built]}")
     print(
         f"\nserve it:  dspark-trt serve {output}\n     or:  tritonserver --model-repository={output}/triton_model_repo"
     )
@@ -207,7 +225,10 @@ def serve(
     address: Annotated[str, typer.Option(help="Address that all three bind to.")] = "127.0.0.1",
     scheduler: Annotated[
         str | None,
-        typer.Option(help="early_stop | lagged_budget | off | fixed | fixed:K | threshold:C  [default: early_stop]"),
+        typer.Option(
+            help="early_stop | lagged_budget | off | fixed | fixed:K | threshold:C  "
+            "[default: the build's: early_stop, on a GPU lagged_budget]"
+        ),
     ] = None,
 ) -> None:
     """Serve a build with Triton Inference Server until interrupted."""

@@ -9,8 +9,8 @@ from typing import Any
 
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
-from dspark_trt.engines.protocol import DraftEngine, TargetEngine
-from dspark_trt.engines.registry import open_engines
+from dspark_trt.engines.protocol import DraftEngine, StepEngine, TargetEngine
+from dspark_trt.engines.registry import check_device, open_engines
 from dspark_trt.manifest import check_chain, check_outputs, read_manifest, read_summary
 from dspark_trt.recipe import BuildRecipe
 from dspark_trt.runtime.loop import DecodingLoop
@@ -29,6 +29,7 @@ class Deployment:
     drafter_spec: DrafterSpec
     target: TargetEngine
     drafter: DraftEngine
+    step: StepEngine | None
     step_table: StepTable
     temperatures: tuple[float, ...]  # [G], STS (paper section 3.2.1)
     codec: TextCodec
@@ -40,10 +41,12 @@ class Deployment:
         target: TargetEngine | None = None,
         drafter: DraftEngine | None = None,
     ) -> DecodingLoop:
-        """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace)."""
+        """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace), which then see every call."""
+        is_wrapped = target is not None or drafter is not None
         return DecodingLoop(
             target=target or self.target,
             drafter=drafter or self.drafter,
+            step_engine=None if is_wrapped else self.step,
             step_table=self.step_table,
             temperatures=self.temperatures,
             eos_token_ids=self.target_spec.eos_token_ids,
@@ -58,25 +61,27 @@ class Deployment:
 
 
 def load_deployment(folder: Path) -> Deployment:
-    """Open the build in `folder` after checking its chain (sizes and times, not bytes).
+    """Open the build in `folder` after checking its chain (sizes and times, not bytes) and that its engines are for this machine.
 
     Raises ManifestError when the build is unfinished, edited or mixed from several builds; EnvironmentMissingError when the
-    engine's package is missing; EngineBuildError when an engine cannot be opened.
+    engine's package or GPU is missing; EngineBuildError when an engine cannot be opened.
     """
     summary = read_summary(folder)
     stages = {name: read_manifest(folder / name) for name in summary.stages}
     check_chain(folder, summary, stages)
+    check_device(folder)  # before the files of an engine of many gigabytes are looked at
     for name, manifest in stages.items():
         if name != "triton_model_repo":  # an operator may edit its config.pbtxt
             check_outputs(folder / name, manifest)
     checkpoints = folder / "checkpoints"
-    target, drafter = open_engines(folder)
+    engines = open_engines(folder)
     return Deployment(
         recipe=summary.recipe,
         target_spec=target_spec_from_json(json.loads((checkpoints / "target.json").read_text())),
         drafter_spec=drafter_spec_from_json(json.loads((checkpoints / "drafter.json").read_text())),
-        target=target,
-        drafter=drafter,
+        target=engines.target,
+        drafter=engines.drafter,
+        step=engines.step,
         step_table=StepTable.load(folder / "steptable" / "step_table.json"),
         temperatures=tuple(json.loads((folder / "calibration" / "temperatures.json").read_text())["temperatures"]),
         codec=TextCodec.load(checkpoints / "tokenizer"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 import platform
+import re
 import shutil
 import sys
 from dataclasses import dataclass
@@ -12,6 +13,15 @@ from importlib.util import find_spec
 from typing import Literal
 
 from dspark_trt import host
+from dspark_trt.engines.tensorrt_library import LIBRARIES, SUPPORTED_SMS, Library
+from dspark_trt.environment import (
+    DEVICE_DISTRIBUTIONS,
+    TORCH_FIX,
+    TRITON_FIX,
+    installed_versions,
+    torch_versions,
+)
+from dspark_trt.gpu import Gpu, NoGpu, look_for_gpu
 from dspark_trt.serving.server_tree import LAST_PYTHON
 
 Status = Literal["ok", "missing", "optional"]
@@ -19,7 +29,7 @@ Status = Literal["ok", "missing", "optional"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `missing` blocks the CPU path; `optional` says what would be needed for more."""
+    """One line of the report. `missing` blocks building and generating; `optional` says what would be needed for more."""
 
     name: str
     status: Status
@@ -29,7 +39,12 @@ class Finding:
 
 def examine() -> list[Finding]:
     """All findings, machine first, then what building, generating and serving need."""
-    return [*_machine(), *_packages(), *_serving(), *_accelerator()]
+    accelerator = _accelerator()
+    status = {finding.name: finding.status for finding in accelerator}
+    has_device_engines = "ok" in (status["tensorrt"], status["tensorrt_rtx"]) and all(
+        status[name] == "ok" for name in ("GPU", "torch for CUDA", "triton")
+    )
+    return [*_machine(), *_packages(has_device_engines), *_serving(), *accelerator]
 
 
 def can_build_and_generate(findings: list[Finding]) -> bool:
@@ -57,14 +72,12 @@ def _package(distribution: str, need: Status, purpose: str, install: str) -> Fin
         return Finding(distribution, need, "not installed", f"{purpose}: pip install '{install}'")
 
 
-def _packages() -> list[Finding]:
+def _packages(has_device_engines: bool) -> list[Finding]:
+    cpu_engine: Status = "optional" if has_device_engines else "missing"
     return [
         _package("onnx", "missing", "writes the graphs", "dspark-trt"),
-        _package("onnxruntime", "missing", "the engine of CPU hosts", "dspark-trt[onnxruntime]"),
+        _package("onnxruntime", cpu_engine, "the engine of CPU hosts", "dspark-trt[onnxruntime]"),
         _package("tritonclient", "optional", "talks to a running server", "dspark-trt[client]"),
-        _package(
-            "torch", "optional", "the reference engine of the tests; never needed to build or serve", "torch==2.13.0"
-        ),
     ]
 
 
@@ -96,16 +109,43 @@ def _how_to_get_a_server() -> str:
 
 
 def _accelerator() -> list[Finding]:
-    driver = ctypes.util.find_library("cuda")
-    compilers = [name for name in ("tensorrt", "tensorrt_rtx") if find_spec(name) is not None]
+    gpu = look_for_gpu()
     return [
-        Finding(
-            "NVIDIA driver", "ok" if driver else "optional", driver or "none", "" if driver else "CPU engines only"
-        ),
-        Finding(
-            "TensorRT",
-            "ok" if compilers else "optional",
-            ", ".join(compilers) or "not installed",
-            "" if compilers else "TensorRT engines are not part of this version",
-        ),
+        Finding("GPU", "ok", f"{gpu}, {gpu.memory_bytes / 1e9:.0f} GB memory, driver {gpu.driver}")
+        if isinstance(gpu, Gpu)
+        else Finding("GPU", "optional", gpu.reason, f"CPU engines only; for others {gpu.fix}"),
+        *(_compiler(library, gpu) for library in LIBRARIES),
+        _torch(),
+        Finding("triton", "ok", metadata.version("triton"))
+        if find_spec("triton")
+        else Finding("triton", "optional", "not installed", f"compiles the plugins of GPU engines: {TRITON_FIX}"),
     ]
+
+
+def _compiler(library: Library, gpu: Gpu | NoGpu) -> Finding:
+    """`tensorrt` or `tensorrt_rtx`: its version, and whether it makes engines for the GPU here."""
+    installed = installed_versions(*(name for name in DEVICE_DISTRIBUTIONS if _module_of(name) == library))
+    version = next(iter(installed.values()), "installed, of unknown version")
+    if find_spec(library) is None:
+        purpose = f"engines for SM {', '.join(map(str, SUPPORTED_SMS[library]))}"
+        return Finding(library, "optional", "not installed", f"{purpose}: {LIBRARIES[library].install}")
+    if isinstance(gpu, Gpu) and gpu.sm not in SUPPORTED_SMS[library]:
+        return Finding(library, "optional", version, f"makes no engines for SM {gpu.sm}")
+    return Finding(library, "ok", version)
+
+
+def _module_of(distribution: str) -> str:
+    """`tensorrt-rtx-cu13` installs the module `tensorrt_rtx`."""
+    return re.sub(r"-cu\d+$", "", distribution).replace("-", "_")
+
+
+def _torch() -> Finding:
+    versions = torch_versions()
+    found = "not installed" if versions is None else f"{versions[0]}, CUDA {versions[1] or 'none'}"
+    is_for_cuda = versions is not None and versions[1] is not None
+    return Finding(
+        "torch for CUDA",
+        "ok" if is_for_cuda else "optional",
+        found,
+        "" if is_for_cuda else f"runs engines on GPUs (a CPU host builds and serves without): {TORCH_FIX}",
+    )

@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from dspark_trt.engines.registry import read_engine_settings
 from dspark_trt.errors import ManifestError
 from dspark_trt.manifest import check_chain, check_outputs, read_manifest, read_summary
+from dspark_trt.recipe import Precision
 
-NUMERIC_NOTES = {
+NUMERIC_NOTES: dict[Precision | None, str] = {
     "fp32": "float32: logits differ by about 4e-5 between steps of one and of eight tokens; greedy output is stable",
     "int8": "8-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+    "bf16": "bfloat16: logits differ by about 0.5 between steps of one and of eight tokens; exact with respect to its own "
+    "verification distribution; greedy text can depend on the schedule",
+    "fp16": "float16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
     "int4": "4-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
     "bf16": "bfloat16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
     "fp16": "float16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
@@ -28,13 +33,15 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     check_chain(folder, summary, stages)
     for name, manifest in stages.items():
         check_outputs(folder / name, manifest, verify=verify)
+    engine = read_engine_settings(folder)
     return {
         "folder": str(folder),
-        "recipe": summary.recipe.model_dump(),
+        "recipe": summary.recipe.model_dump(mode="json"),
         "numerics": NUMERIC_NOTES[summary.recipe.precision],
         "target": _read_json(folder / "checkpoints" / "target.json"),
         "drafter": _read_json(folder / "checkpoints" / "drafter.json"),
-        "engine": _read_json(folder / "engines" / "engine.json"),
+        "engine": engine.model_dump(mode="json"),
+        "device": engine.device,
         "step_table": _read_json(folder / "steptable" / "step_table.json"),
         "calibration": _read_json(folder / "calibration" / "temperatures.json"),
         "stages": {

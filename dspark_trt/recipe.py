@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dspark_trt.errors import RecipeError
 
-Backend = Literal["auto", "onnxruntime"]
+Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
 Precision = Literal["fp32", "int8", "int4", "bf16", "fp16"]
 
 
@@ -24,13 +24,20 @@ class BuildRecipe(BaseModel):
     target_revision: str | None = None
     drafter_revision: str | None = None
     backend: Backend = "auto"
-    precision: Precision = "fp32"
+    precision: Precision | None = None  # None: fp32 on onnxruntime, bf16 on tensorrt and tensorrt_rtx
+    compute_capabilities: tuple[int, ...] = ()  # tensorrt_rtx: SM to compile for, e.g. 89; empty: the GPU here
     max_slots: int = Field(default=32, ge=1, le=1024)
     max_seq_len: int | None = Field(default=None, ge=16)  # None: 4096, or the target's own limit where that is less
     max_batch_tokens: int = Field(default=512, ge=16)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     engine_model_name: Literal["dspark", "tensorrt_llm"] = "dspark"
     num_threads: int | None = Field(default=None, ge=1, le=256)  # None: the cores this process may use
+    markov_top_n: int = Field(default=0, ge=0)  # a slot's drafts come from its so many largest base logits; 0: from all
+
+    @field_validator("compute_capabilities")
+    @classmethod
+    def _once_each(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sorted(set(value)))
 
 
 def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dspark_trt.doctor import Finding
+from dspark_trt.engines.tensorrt_facts import ENGINE_SUFFIX
 
 TABLE_WIDTH = 120  # characters; a narrower terminal wraps the lines and loses no digit
 MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]optional[/]"}
@@ -30,7 +31,7 @@ def print_build(description: dict[str, Any], console: Console) -> None:
         "target": f"{recipe['target']} ({_decoder(target)})",
         "drafter": f"{recipe['drafter']} ({_decoder(drafter)})",
         "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {list(drafter['target_layer_ids'])}",
-        "engine": f"{description['engine']['backend']}, {recipe['precision']}",
+        "engine": _engine(description),
         "numerics": description["numerics"],
         "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, {recipe['max_batch_tokens']} tokens a step",
         "calibration": description["calibration"]["kind"],
@@ -45,6 +46,17 @@ def print_build(description: dict[str, Any], console: Console) -> None:
         size = sum(output["bytes"] for output in stage["outputs"].values())
         console.print(f"{name:<18} {stage['key'][:16]}  {size / 1e6:9.1f} MB  {stage['created']}", highlight=False)
     console.print("chain intact" + (", every file hashed again" if description["hashes_verified"] else ""))
+
+
+def _engine(description: dict[str, Any]) -> str:
+    """Backend with its version, precision, what it is for and, where there are any, the compiled files."""
+    engine = description["engine"]
+    backend = " ".join(part for part in (engine["backend"], engine["library_version"]) if part)
+    outputs = description["stages"]["engines"]["outputs"]
+    files = [
+        f"{name} {output['bytes'] / 1e6:.1f} MB" for name, output in outputs.items() if name.endswith(ENGINE_SUFFIX)
+    ]
+    return "; ".join([f"{backend}, {description['recipe']['precision']}, for {description['device']}", *files])
 
 
 def _decoder(spec: dict[str, Any]) -> str:

@@ -5,58 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dspark_trt import host
-from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
-from dspark_trt.checkpoints.pairing import check_pairing
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.checkpoints.spec_json import spec_to_json, target_spec_from_json
-from dspark_trt.checkpoints.target import read_target
+from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
-from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.engines.registry import ENGINE_FILE, EngineSettings, open_engines
+from dspark_trt.context import Context
+from dspark_trt.engines.registry import ENGINE_FILE, ENGINE_FOLDER, open_engines
+from dspark_trt.environment import DEVICE_DISTRIBUTIONS, installed_versions
+from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.gpu import Gpu
 from dspark_trt.graphs.drafter import write_drafter_graphs
+from dspark_trt.graphs.select import write_select_graph
 from dspark_trt.graphs.target import write_target_graph
-from dspark_trt.packaging.model_repo import write_model_repo
-from dspark_trt.recipe import BuildRecipe
+from dspark_trt.packaging.model_repo import DEFAULT_SCHEDULER, write_model_repo
 from dspark_trt.steptable.profile import profile
 
 StageProgress = Callable[[float], None]
 
-DEFAULT_MAX_SEQ_LEN = 4096
+# An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
+NUM_WARM_UPS_ON_A_DEVICE = 3
+_TIMED = ("onnxruntime", *DEVICE_DISTRIBUTIONS)  # packages whose versions step times depend on
 # DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
 DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
-
-
-class Context:
-    """What the stages share: the recipe and, read only where a stage has to be made, the two checkpoints."""
-
-    def __init__(self, recipe: BuildRecipe, output: Path) -> None:
-        self.recipe = recipe
-        self.output = output
-
-    @cached_property
-    def target(self) -> TargetCheckpoint:
-        return read_target(self.recipe.target, self.recipe.target_revision)
-
-    @cached_property
-    def drafter(self) -> DrafterCheckpoint:
-        drafter = read_drafter(self.recipe.drafter, self.target, self.recipe.drafter_revision)
-        check_pairing(self.target, drafter)
-        return drafter
-
-    @cached_property
-    def limits(self) -> EngineLimits:
-        """Read after the stage `checkpoints`, whose target.json tells the target's own limit."""
-        recipe = self.recipe
-        spec = target_spec_from_json(json.loads((self.output / "checkpoints" / "target.json").read_text()))
-        max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, spec.decoder.max_position_embeddings)
-        return EngineLimits(recipe.max_slots, max_seq_len, recipe.max_batch_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +39,7 @@ class Stage:
 
     name: str
     predecessors: tuple[str, ...]
-    packages: tuple[str, ...]  # whose code decides what is written: another version of it makes the stage again
+    packages: Callable[[Context], tuple[str, ...]]  # whose code decides what is written; other code: made again
     settings: Callable[[Context], dict[str, Any]]
     make: Callable[[Context, Path, StageProgress], None]
     inputs: Callable[[Context], list[Path]] = lambda context: []
@@ -98,40 +72,79 @@ def _make_checkpoints(context: Context, folder: Path, progress: StageProgress) -
 
 
 def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> None:
-    target, drafter, precision = context.target, context.drafter, context.recipe.precision
+    target, drafter, precision = context.target, context.drafter, context.precision
+    limits, is_on_device = context.limits, context.is_on_device
     write_target_graph(
         target,
         folder,
         taps=drafter.spec.target_layer_ids,
-        limits=context.limits,
+        limits=limits,
         gamma=drafter.spec.gamma,
         precision=precision,
-        attention="gqa",
+        attention="standard" if is_on_device else "gqa",
     )
     progress(0.8)
-    write_drafter_graphs(target, drafter, folder, limits=context.limits, precision=precision, attention="drafter")
-
-
-def _engine_settings(context: Context) -> dict[str, Any]:
-    return EngineSettings(backend="onnxruntime", num_threads=context.recipe.num_threads).model_dump()
+    write_drafter_graphs(
+        target,
+        drafter,
+        folder,
+        limits=limits,
+        precision=precision,
+        attention="standard" if is_on_device else "drafter",
+        markov_top_n=context.recipe.markov_top_n,
+    )
+    if is_on_device:
+        write_select_graph(drafter.spec, folder, limits=limits, precision=precision)
 
 
 def _make_engines(context: Context, folder: Path, progress: StageProgress) -> None:
-    """ONNX Runtime compiles when a session opens: what is kept is how to open it."""
-    _write_json(folder / ENGINE_FILE, _engine_settings(context))
+    """ONNX Runtime compiles when a session opens: of it, what is kept is how to open it."""
+    settings = context.engine_settings
+    if settings.backend != "onnxruntime":
+        from dspark_trt.engines.tensorrt_build import TIMING_CACHE, CompileSettings, compile_graphs
+
+        compile_settings = CompileSettings(
+            settings.backend,
+            context.recipe.compute_capabilities,
+            known_timings=context.output / ENGINE_FOLDER / TIMING_CACHE,
+        )
+        compile_graphs(context.output / "graphs", folder, compile_settings, progress=progress)
+    _write_json(folder / ENGINE_FILE, settings.model_dump())
 
 
 def _make_steptable(context: Context, folder: Path, progress: StageProgress) -> None:
-    target, drafter = open_engines(context.output)
+    _check_can_measure(context)
+    engines = open_engines(context.output)
     spec = context.drafter.spec
     table = profile(
-        target,
-        drafter,
+        engines.target,
+        engines.drafter,
         tap_width=spec.num_taps * spec.decoder.hidden_size,
-        provenance={"host": host.fingerprint(), "precision": context.recipe.precision},
+        provenance=_measured_on(context) | {"precision": context.precision, "versions": installed_versions(*_TIMED)},
         progress=progress,
+        synchronize=engines.synchronize,
+        num_warm_ups=NUM_WARM_UPS_ON_A_DEVICE if context.is_on_device else 1,
     )
     table.save(folder / "step_table.json")
+
+
+def _check_can_measure(context: Context) -> None:
+    """Raises EnvironmentMissingError after an ahead-of-time build for a GPU that is not here."""
+    settings, gpu = context.engine_settings, context.gpu
+    if settings.backend == "onnxruntime" or (isinstance(gpu, Gpu) and settings.is_for(gpu)):
+        return
+    raise EnvironmentMissingError(
+        f"{context.output} has checkpoints, graphs and engines for {settings.device} now; the step table is measured on the GPU "
+        f"that serves, and here is {gpu}. Run the same command there, on this directory or a copy of it: what is there is kept"
+    )
+
+
+def _measured_on(context: Context) -> dict[str, Any]:
+    """The machine that a step table is for."""
+    here: dict[str, Any] = {"host": host.fingerprint()}
+    if context.is_on_device:
+        here["gpu"] = asdict(context.gpu) if isinstance(context.gpu, Gpu) else None
+    return here
 
 
 def _make_calibration(context: Context, folder: Path, progress: StageProgress) -> None:
@@ -144,14 +157,20 @@ def _make_model_repo(context: Context, folder: Path, progress: StageProgress) ->
         context.output,
         folder,
         engine_model_name=context.recipe.engine_model_name,
+        scheduler=_scheduler(context),
     )
+
+
+def _scheduler(context: Context) -> str:
+    """On a device, the mode that knows how much to verify before it drafts and so never waits in between."""
+    return "lagged_budget" if context.is_on_device else DEFAULT_SCHEDULER
 
 
 STAGES = (
     Stage(
         name="checkpoints",
         predecessors=(),
-        packages=("dspark_trt.checkpoints",),
+        packages=lambda context: ("dspark_trt.checkpoints",),
         settings=lambda context: {"chat_template_kwargs": context.recipe.chat_template_kwargs},
         make=_make_checkpoints,
         inputs=_checkpoint_inputs,
@@ -159,36 +178,49 @@ STAGES = (
     Stage(
         name="graphs",
         predecessors=("checkpoints",),
-        packages=("dspark_trt.graphs", "dspark_trt_plugins.markov_head"),
-        settings=lambda context: {"precision": context.recipe.precision, "limits": asdict(context.limits)},
+        packages=lambda context: (
+            "dspark_trt.graphs",
+            "dspark_trt_plugins.markov_head",
+            *(("dspark_trt_plugins.prefix_select",) if context.is_on_device else ()),
+        ),
+        settings=lambda context: {
+            "precision": context.precision,
+            "limits": asdict(context.limits),
+            "markov_top_n": context.recipe.markov_top_n,
+            "is_on_device": context.is_on_device,
+        },
         make=_make_graphs,
     ),
     Stage(
         name="engines",
         predecessors=("graphs",),
-        packages=("dspark_trt.engines",),
-        settings=_engine_settings,
+        # kernels of the plugins are a part of TensorRT's engines
+        packages=lambda context: ("dspark_trt.engines", *(("dspark_trt_plugins",) if context.is_on_device else ())),
+        settings=lambda context: context.engine_settings.model_dump(mode="json"),
         make=_make_engines,
     ),
     Stage(
         name="steptable",
         predecessors=("engines",),
-        packages=("dspark_trt.steptable",),
-        settings=lambda context: {"host": host.fingerprint()},
+        packages=lambda context: ("dspark_trt.steptable",),
+        settings=_measured_on,
         make=_make_steptable,
     ),
     Stage(
         name="calibration",
         predecessors=("engines",),
-        packages=(),
+        packages=lambda context: (),
         settings=lambda context: {"kind": "neutral"},
         make=_make_calibration,
     ),
     Stage(
         name="triton_model_repo",
         predecessors=("engines",),
-        packages=("dspark_trt.packaging", "dspark_trt_model_repo"),
-        settings=lambda context: {"engine_model_name": context.recipe.engine_model_name},
+        packages=lambda context: ("dspark_trt.packaging", "dspark_trt_model_repo"),
+        settings=lambda context: {
+            "engine_model_name": context.recipe.engine_model_name,
+            "scheduler": _scheduler(context),
+        },
         make=_make_model_repo,
     ),
 )

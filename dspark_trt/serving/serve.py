@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from dspark_trt.engines.registry import check_device
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.serving.engine_model import parse_scheduler
 from dspark_trt.serving.options import ServeOptions
@@ -24,11 +25,12 @@ def serve(
     """Serve until SIGINT or SIGTERM, then stop cleanly. `on_ready` is called once a real request has been answered.
 
     Raises RecipeError for an unknown scheduler or a port in use, ManifestError when `build_dir` is no finished build,
-    EnvironmentMissingError when there is no server to start, EngineBuildError when it does not come up or ends by
-    itself.
+    EnvironmentMissingError when its engines are for another machine or there is no server to start, EngineBuildError when it
+    does not come up or ends by itself.
     """
     if options.scheduler is not None:
         parse_scheduler(options.scheduler)
+    check_device(build_dir)
     for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have started this process with SIGINT ignored
         signal.signal(number, _interrupt_once)
     try:

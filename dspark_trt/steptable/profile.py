@@ -75,21 +75,30 @@ def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: 
     )
 
 
-def sweep(calls: Mapping[Key, Callable[[], object]], progress: Progress) -> dict[Key, float]:
-    """Median milliseconds of every call, after one that is not counted.
+def sweep(
+    calls: Mapping[Key, Callable[[], object]],
+    progress: Progress,
+    *,
+    synchronize: Callable[[], None] = lambda: None,
+    num_warm_ups: int = 1,
+) -> dict[Key, float]:
+    """Median milliseconds of every call, `synchronize` included, after `num_warm_ups` that are not counted.
 
     All calls are timed once in each sweep, not one after the other: a burst of other work on the machine then falls on
     many points once instead of on one point always.
     """
     times: dict[Key, list[float]] = {key: [] for key in calls}
-    for index in range(NUM_SWEEPS + 1):
+    num_sweeps = num_warm_ups + NUM_SWEEPS
+    for index in range(num_sweeps):
+        counted = index - num_warm_ups
         for position, (key, call) in enumerate(calls.items()):
-            if index <= NUM_SWEEPS_OF_LONG_STEPS or times[key][0] < LONG_STEP_MS:
+            if counted < NUM_SWEEPS_OF_LONG_STEPS or times[key][0] < LONG_STEP_MS:
                 start = time.perf_counter()
                 call()
-                if index:
+                synchronize()
+                if counted >= 0:
                     times[key].append((time.perf_counter() - start) * 1e3)
-            progress((index + position / len(calls)) / (NUM_SWEEPS + 1))
+            progress((index + position / len(calls)) / num_sweeps)
     return {key: statistics.median(measured) for key, measured in times.items()}
 
 
@@ -100,8 +109,16 @@ def profile(
     tap_width: int,
     provenance: dict[str, Any],
     progress: Progress = lambda fraction: None,
+    synchronize: Callable[[], None] = lambda: None,
+    num_warm_ups: int = 1,
 ) -> StepTable:
-    """Measure the grid. `tap_width` is M * D, the width of the taps the drafter ingests."""
+    """Measure the grid.
+
+    Args:
+        tap_width: M * D, the width of the taps the drafter ingests.
+        synchronize: waits for what the engines have enqueued; a call is timed until then.
+        num_warm_ups: calls of each kind before those that count.
+    """
     limits, gamma = target.limits, drafter.gamma
     depth = min(CONTEXT_DEPTH_TOKENS, limits.max_seq_len - gamma - 1)
     requests = request_grid(limits.max_slots)
@@ -111,7 +128,7 @@ def profile(
         (r, b): partial(target.forward, verification_batch(r, b, gamma, depth, limits.max_slots)) for r, b in points
     }
     calls |= {(r, DRAFT): draft_call(drafter, r, depth, tap_width) for r in requests}
-    measured = sweep(calls, progress)
+    measured = sweep(calls, progress, synchronize=synchronize, num_warm_ups=num_warm_ups)
     progress(1.0)
     return StepTable(
         num_requests=requests,

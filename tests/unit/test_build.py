@@ -9,12 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT
 
 from dspark_trt import build as build_module
 from dspark_trt.build import build
 from dspark_trt.deployment import load_deployment
-from dspark_trt.errors import CheckpointError, ManifestError, RecipeError
+from dspark_trt.engines.protocol import DraftBatch
+from dspark_trt.errors import CheckpointError, ExportError, ManifestError, RecipeError
 from dspark_trt.inspection import inspect_build
 from dspark_trt.manifest import STAGE_NAMES
 from dspark_trt.recipe import BuildRecipe
@@ -155,6 +158,24 @@ def test_failed_first_build_of_a_missing_target_says_what_to_do(recipe: BuildRec
 def test_default_length_follows_a_target_of_short_context(recipe: BuildRecipe, tmp_path: Path) -> None:
     build(recipe.model_copy(update={"max_seq_len": None}), tmp_path / "out")
     assert inspect_build(tmp_path / "out")["recipe"]["max_seq_len"] == 512
+
+
+def test_drafts_of_a_restricted_head_come_from_the_largest_logits_and_from_an_engine_of_its_own(
+    recipe: BuildRecipe, copied: Path
+) -> None:
+    results = build(recipe.model_copy(update={"markov_top_n": 5}), copied)
+    assert [result.stage for result in results if not result.was_built] == ["checkpoints"]
+    drafter = load_deployment(copied).drafter
+    rows = np.arange(2)
+    uniforms = np.full((2, drafter.gamma), 0.5, np.float32)
+    batch = DraftBatch(rows, anchor_ids=rows + 7, past_lengths=rows, temperatures=rows, uniforms=uniforms)
+    logits = drafter.draft(batch).draft_logits
+    assert (logits > EXCLUDED_LOGIT).sum(axis=-1).tolist() == [[5] * drafter.gamma] * 2
+
+
+def test_head_cannot_be_restricted_to_more_than_there_is(recipe: BuildRecipe, tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="markov_top_n: expected less than the drafter's vocabulary of 320, found 320"):
+        build(recipe.model_copy(update={"markov_top_n": 320}), tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     [
         ({"drafter": "d"}, "target: Field required"),
         (PAIR | {"max_slot": 4}, r"max_slot: .*known keys: .*max_slots"),
-        (PAIR | {"precision": "fp64"}, r"precision: .*'fp32', 'int8' or 'int4'.*found 'fp64'"),
+        (PAIR | {"precision": "fp64"}, r"precision: .*'fp32', 'int8', 'int4', 'bf16' or 'fp16'.*found 'fp64'"),
         (PAIR | {"max_slots": 0}, r"max_slots: .*greater than or equal to 1.*found 0"),
     ],
 )

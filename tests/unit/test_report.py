@@ -30,7 +30,8 @@ def test_narrow_terminal_loses_no_digit_of_the_step_table() -> None:
             "has_confidence_head": False,
             "target_layer_ids": [1],
         },
-        "engine": {"backend": "onnxruntime"},
+        "engine": {"backend": "onnxruntime", "library_version": None},
+        "device": "CPU",
         "numerics": "float32",
         "calibration": {"kind": "neutral"},
         "step_table": {
@@ -39,7 +40,7 @@ def test_narrow_terminal_loses_no_digit_of_the_step_table() -> None:
             "step_ms": [milliseconds],
             "draft_ms": [4321.5],
         },
-        "stages": {},
+        "stages": {"engines": {"key": "k", "created": "today", "outputs": {}}},
         "hashes_verified": False,
     }
     console = Console(file=io.StringIO(), width=60)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from dspark_trt.engines.registry import EngineSettings
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, ManifestError, RecipeError
 from dspark_trt.packaging.model_repo import write_model_repo
 from dspark_trt.serving import server_tree, tool_cache
@@ -70,6 +71,9 @@ HTTPServer((options["http-address"], int(options["http-port"])), Handler).serve_
 @pytest.fixture
 def build_dir(tmp_path: Path) -> Path:
     write_model_repo(tmp_path / "build", tmp_path / "build" / "triton_model_repo")
+    settings = tmp_path / "build" / "engines" / "engine.json"
+    settings.parent.mkdir()
+    settings.write_text(EngineSettings(backend="onnxruntime").model_dump_json())
     return tmp_path / "build"
 
 
