@@ -16,6 +16,7 @@ import torch
 from dspark_trt_plugins.markov_head.reference import draw
 from numpy.typing import NDArray
 
+from dspark_trt.engines import onnxruntime_engines
 from dspark_trt.engines.protocol import DraftBatch, DraftOutput, IngestBatch
 from dspark_trt.engines.reference import open_reference_engines
 from tests.engine import test_onnxruntime_drafter as drafters
@@ -28,6 +29,7 @@ from tests.engine.conversations import (
     open_target,
     read_pair,
 )
+from tests.engine.graph_files import EvaluatorSession
 from tests.factories import write_drafter, write_target
 
 ROUNDOFF = 2.0**-11
@@ -100,8 +102,14 @@ def assert_drafts_within_float16(block: DraftBatch, output: DraftOutput, expecte
     return float(is_same.mean())
 
 
-def test_fc_beyond_65504_of_massive_activations_does_not_overflow_float16(tmp_path: Path) -> None:
-    """Taps that float16 holds, and an fc output that it does not: hidden_norm brings it back, so nothing may be infinite."""
+def test_fc_beyond_65504_of_massive_activations_does_not_overflow_float16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Taps that float16 holds, and an fc output that it does not: hidden_norm brings it back, so nothing may be infinite.
+
+    In ONNX's evaluator, because ONNX Runtime on a CPU widens float16 products and would not overflow.
+    """
+    monkeypatch.setattr(onnxruntime_engines, "GraphSession", EvaluatorSession)
     target_folder = write_target(tmp_path / "target", family="qwen3", tied=True, dtype="float16")
     target, drafter = read_pair(
         target_folder, write_drafter(tmp_path / "drafter", target_folder, taps=drafters.TAPS, dtype="float16")
