@@ -18,8 +18,6 @@ NUMERIC_NOTES: dict[Precision | None, str] = {
     "verification distribution; greedy text can depend on the schedule",
     "fp16": "float16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
     "int4": "4-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
-    "bf16": "bfloat16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
-    "fp16": "float16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
 }
 
 

@@ -174,7 +174,9 @@ def test_drafts_of_a_restricted_head_come_from_the_largest_logits_and_from_an_en
 
 
 def test_head_cannot_be_restricted_to_more_than_there_is(recipe: BuildRecipe, tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="markov_top_n: expected less than the drafter's vocabulary of 320, found 320"):
+    with pytest.raises(
+        ExportError, match="markov_top_n: expected less than the drafter's vocabulary of 320, found 320"
+    ):
         build(recipe.model_copy(update={"markov_top_n": 320}), tmp_path / "out")
 
 
