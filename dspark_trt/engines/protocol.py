@@ -46,7 +46,7 @@ class TargetOutput:
     """Valid until the next call of the engine (buffers may be reused)."""
 
     logits: Array  # [L, V] float32, raw
-    taps: Array  # [T, M*D] float32, raw outputs of the tap layers, concatenated in the order of target_layer_ids
+    taps: Array  # [T, M*D] in the engine's element type, raw outputs of the tap layers in the order of target_layer_ids
 
 
 @dataclass(frozen=True, slots=True)
