@@ -42,9 +42,9 @@ class ToyStepEngine(FailingEngine):
             array[:] = np.nan
         num_forced = int(select.caps[select.is_forced].sum())
         num_verified = num_forced + min(select.num_admitted, int(select.caps.sum()) - num_forced)
-        drafted = self.drafter.draft(draft)
+        drafted = ToyDrafter.draft(self.drafter, draft)  # NumPy arrays, whatever a subclass makes of them
         chosen = self._select(drafted, select, plain, num_verified)
-        verified = self.target.forward(self._with_drafts(plain, chosen))
+        verified = ToyTarget.forward(self.target, self._with_drafts(plain, chosen))
         late = TargetOutput(logits=np.full_like(verified.logits, np.nan), taps=np.full_like(verified.taps, np.nan))
         late_logits = np.full_like(drafted.draft_logits, np.nan)
         self._handed_out = [late_logits, late.logits, late.taps]

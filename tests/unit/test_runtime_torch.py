@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_trt.engines.protocol import DraftBatch, DraftOutput, IngestBatch, TargetBatch, TargetOutput
+from dspark_trt.engines.protocol import DraftBatch, DraftOutput, IngestBatch, SelectedOutput, TargetBatch, TargetOutput
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from tests.toy_engines import LIMITS, ToyDrafter, ToyLanguage, ToyTarget, make_loop, run
+from tests.toy_step_engine import ToyStepEngine
 
 LANGUAGE = ToyLanguage(vocab_size=16, order=3, num_patterns=499)
 
@@ -40,7 +41,14 @@ class TorchDrafter(ToyDrafter):
         )
 
 
-def outputs_of(target: Any, drafter: Any, config: SchedulerConfig) -> dict[str, Any]:
+class TorchStepEngine(ToyStepEngine):
+    def draft_and_verify(self, *arguments: Any) -> SelectedOutput:
+        output = super().draft_and_verify(*arguments)
+        target = TargetOutput(torch.from_numpy(output.target.logits), torch.from_numpy(output.target.taps))
+        return SelectedOutput(output.wait, torch.from_numpy(output.draft_logits), target)  # the same memory: still late
+
+
+def outputs_of(target: Any, drafter: Any, config: SchedulerConfig, *, fused: bool = False) -> dict[str, Any]:
     settings: list[dict[str, Any]] = [
         {},
         {"temperature": 0.9, "top_p": 0.9},
@@ -57,14 +65,18 @@ def outputs_of(target: Any, drafter: Any, config: SchedulerConfig) -> dict[str, 
         )
         for index, each in enumerate(settings)
     ]
-    loop = make_loop(target(LANGUAGE, LIMITS), drafter(LANGUAGE, LIMITS, gamma=5), config, eos_token_ids=[7])
-    return run(loop, requests)
+    engines = target(LANGUAGE, LIMITS), drafter(LANGUAGE, LIMITS, gamma=5)
+    step_engine = TorchStepEngine(*engines) if fused else None
+    return run(make_loop(*engines, config, eos_token_ids=[7], step_engine=step_engine), requests)
 
 
-@pytest.mark.parametrize("mode", ["off", "fixed", "early_stop", "lagged_budget"])
-def test_tensors_give_the_same_tokens_and_log_probs(mode: Any) -> None:
+@pytest.mark.parametrize(
+    ("mode", "fused"),
+    [("off", False), ("fixed", False), ("early_stop", False), ("lagged_budget", False), ("lagged_budget", True)],
+)
+def test_tensors_give_the_same_tokens_and_log_probs(mode: Any, fused: bool) -> None:
     on_numpy = outputs_of(ToyTarget, ToyDrafter, SchedulerConfig(mode))
-    on_torch = outputs_of(TorchTarget, TorchDrafter, SchedulerConfig(mode))
+    on_torch = outputs_of(TorchTarget, TorchDrafter, SchedulerConfig(mode), fused=fused)
     for name, expected in on_numpy.items():
         assert on_torch[name].token_ids == expected.token_ids
         assert on_torch[name].text == expected.text
