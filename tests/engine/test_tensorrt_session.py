@@ -1,0 +1,151 @@
+"""What can be known of TensorRT sessions without a GPU: which profile serves a call, and what opening says where it fails."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dspark_trt.dims import DrafterDims, TargetDims, drafter_dims, target_dims
+from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.engines.registry import EngineSettings
+from dspark_trt.engines.tensorrt_engines import open_tensorrt_engines
+from dspark_trt.engines.tensorrt_profiles import GRAPHS, Profile, graph_inputs, graph_profiles
+from dspark_trt.engines.tensorrt_profiles import choose_profile as choose_by_extents
+from dspark_trt.engines.tensorrt_runtime import TensorRTRuntime
+from dspark_trt.engines.tensorrt_session import TensorRTSession, choose_profile
+from dspark_trt.errors import CapacityError, EngineBuildError, EnvironmentMissingError
+from tests.engine.conversations import read_pair
+from tests.factories import write_drafter, write_target
+
+LIMITS = EngineLimits(max_slots=5, max_seq_len=96, max_batch_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def dims(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetDims, DrafterDims]:
+    folder = tmp_path_factory.mktemp("pair")
+    target = write_target(folder / "target")
+    read = read_pair(target, write_drafter(folder / "drafter", target))
+    return (
+        target_dims(read[0].spec, num_taps=2, limits=LIMITS, attention="standard", element_type="bfloat16"),
+        drafter_dims(read[1].spec, limits=LIMITS, attention="standard", element_type="bfloat16"),
+    )
+
+
+def some_extents(profiles: tuple[Profile, ...], seed: int) -> Iterator[dict[str, int]]:
+    """The edges of every profile, one step beyond them, and calls at random."""
+    random = np.random.default_rng(seed)
+    for profile in profiles:
+        names = list(profile.extents)
+        corners = itertools.product(*[(e.smallest, e.largest) for e in profile.extents.values()])
+        yield from (dict(zip(names, corner, strict=True)) for corner in corners)
+        for name in names:
+            usual = {each: extent.usual for each, extent in profile.extents.items()}
+            yield usual | {name: profile.extents[name].largest + 1}
+            yield usual | {name: profile.extents[name].smallest - 1}
+        for _ in range(20):
+            yield {name: int(random.integers(0, extent.largest + 3)) for name, extent in profile.extents.items()}
+
+
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_the_ranges_of_an_engine_give_the_profile_that_its_extents_give(
+    graph: str, dims: tuple[TargetDims, DrafterDims]
+) -> None:
+    profiles = graph_profiles(graph, LIMITS, dims[1].gamma)
+    inputs = graph_inputs(graph, *dims)
+    ranges = [{each.name: profile.shapes(each)[::2] for each in inputs} for profile in profiles]
+    num_served = 0
+    for extents in some_extents(profiles, seed=len(graph)):
+        shapes = {
+            each.name: tuple(extents[size] if isinstance(size, str) else size for size in each.shape) for each in inputs
+        }
+        try:
+            expected = choose_by_extents(profiles, extents)
+        except CapacityError:
+            with pytest.raises(EngineBuildError, match=rf"{graph}: a call fits no profile"):
+                choose_profile(ranges, shapes, where=graph)
+            continue
+        num_served += 1
+        assert choose_profile(ranges, shapes, where=graph) == expected
+    assert num_served > 10
+
+
+def test_a_call_that_fits_no_profile_is_told_what_does_not_fit() -> None:
+    profiles = [{"x": ((1, 8), (4, 8)), "y": ((1,), (2,))}, {"x": ((1, 8), (9, 8)), "y": ((1,), (7,))}]
+    assert choose_profile(profiles, {"x": (4, 8), "y": (2,)}, where="engine") == 0
+    assert choose_profile(profiles, {"x": (4, 8), "y": (3,)}, where="engine") == 1
+    with pytest.raises(EngineBuildError, match=r"x \(10, 8\) \(expected \(1, 8\) to \(9, 8\)\); build with larger"):
+        choose_profile(profiles, {"x": (10, 8), "y": (2,)}, where="engine")
+    with pytest.raises(EngineBuildError, match=r"y \(2, 1\)"):
+        choose_profile(profiles, {"x": (4, 8), "y": (2, 1)}, where="engine")
+
+
+@pytest.fixture(scope="module")
+def runtime() -> TensorRTRuntime:
+    return TensorRTRuntime("tensorrt_rtx", "cpu")
+
+
+@pytest.fixture(scope="module")
+def engine_file(runtime: TensorRTRuntime, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real engine of one layer, for a GPU of SM 89."""
+    trt = runtime.trt
+    builder = trt.Builder(runtime.log.logger)
+    network = builder.create_network(0)
+    x = network.add_input("x", trt.float32, (4,))
+    layer = network.add_unary(x, trt.UnaryOperation.EXP)
+    network.mark_output(layer.get_output(0))
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+    path = tmp_path_factory.mktemp("engine") / "x.engine"
+    path.write_bytes(builder.build_serialized_network(network, config))
+    return path
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_an_engine_without_a_driver_is_refused_in_the_librarys_words(
+    runtime: TensorRTRuntime, engine_file: Path
+) -> None:
+    with pytest.raises(
+        EngineBuildError, match=r"x\.engine cannot be opened by tensorrt_rtx 1\.7\S*: .*(?i:cuda)"
+    ) as caught:
+        TensorRTSession(engine_file, runtime)
+    assert "dspark-trt build" in str(caught.value)
+
+
+def test_files_that_are_no_engines_are_refused(runtime: TensorRTRuntime, tmp_path: Path) -> None:
+    with pytest.raises(EngineBuildError, match=r"none\.engine cannot be read .*No such file"):
+        TensorRTSession(tmp_path / "none.engine", runtime)
+    empty = tmp_path / "empty.engine"
+    empty.touch()
+    with pytest.raises(EngineBuildError, match=r"empty\.engine cannot be read"):
+        TensorRTSession(empty, runtime)
+    foreign = tmp_path / "foreign.engine"
+    foreign.write_bytes(b"not an engine" * 1000)
+    with pytest.raises(EngineBuildError, match=r"foreign\.engine cannot be opened by tensorrt_rtx 1\.7\S*: \S+"):
+        TensorRTSession(foreign, runtime)
+
+
+def test_an_error_has_only_what_was_said_about_it(runtime: TensorRTRuntime, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign.engine"
+    foreign.write_bytes(b"not an engine" * 1000)
+    messages = []
+    for _ in range(2):
+        with pytest.raises(EngineBuildError) as caught:
+            TensorRTSession(foreign, runtime)
+        messages.append(str(caught.value))
+    assert len(messages[0]) == len(messages[1])
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA here")
+def test_a_build_needs_torch_for_cuda(tmp_path: Path) -> None:
+    settings = EngineSettings.model_validate_json(json.dumps({"backend": "tensorrt_rtx", "sms": [89]}))
+    with pytest.raises(
+        EnvironmentMissingError, match=r"torch for CUDA: torch \S+ is built without CUDA \(pip install torch"
+    ):
+        open_tensorrt_engines(tmp_path, settings)
