@@ -112,15 +112,21 @@ def build(
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=console) as bars:
-        tasks: dict[str, Any] = {}
+    bars = Progress(*columns, console=console)
+    tasks: dict[str, Any] = {}
 
-        def progress(stage: str, fraction: float) -> None:
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=1.0)
-            bars.update(tasks[stage], completed=fraction)
+    def progress(stage: str, fraction: float) -> None:
+        if not tasks:
+            bars.start()
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=1.0)
+        bars.update(tasks[stage], completed=fraction)
 
+    try:
         results = run_build(build_recipe, output, verify=verify, progress=progress)
+    finally:
+        if tasks:  # a build that was refused has no bars, and no empty line in their place
+            bars.stop()
     for result in results:
         print(f"{result.stage:<18} {'built' if result.was_built else 'kept':<6} {result.seconds:7.2f} s")
     precision_built = read_summary(output).recipe.precision
