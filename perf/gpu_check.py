@@ -66,6 +66,10 @@ class Part:
         return self.file.name.startswith("test_")
 
 
+def _tensorrt() -> str:
+    return "tensorrt" if find_spec("tensorrt") else "tensorrt_rtx"
+
+
 PARTS = (
     Part("kernels", TESTS / "test_plugins_on_gpu.py", modules=KERNEL_MODULES),
     Part("device runtime", TESTS / "test_device_runtime.py"),
@@ -73,7 +77,7 @@ PARTS = (
     Part("device steps", REPOSITORY / "perf" / "device_steps.py", ("--backend", "reference")),
     Part("plugins in TensorRT", TESTS / "test_plugins_in_tensorrt.py", needs_tensorrt=True),
     Part("TensorRT engines", TESTS / "test_tensorrt_engines.py", needs_tensorrt=True),
-    Part("TensorRT steps", REPOSITORY / "perf" / "device_steps.py", ("--backend", "tensorrt"), needs_tensorrt=True),
+    Part("TensorRT steps", REPOSITORY / "perf" / "device_steps.py", ("--backend", _tensorrt()), needs_tensorrt=True),
 )
 
 Status = Literal["passed", "failed", "not run"]

@@ -1,0 +1,224 @@
+"""Step times of the device runtime: a step table excerpt, CUDA graphs against eager calls, the fused step against three calls.
+
+    python -m perf.device_steps --backend reference --output perf/results/device_steps.json
+    python -m perf.device_steps --backend tensorrt                  # or tensorrt_rtx; compiles first
+
+The pair has random weights in the shape of Qwen3-0.6B (`--layers` cuts it, `--size tiny` is for looking at the script on a CPU with
+`--device cpu`): times depend on shapes, not on values. With TensorRT the same step is also timed with rows of a small and of
+a large capacity and equal live context: they take the same time if attention covers what is live (docs/adr/0007). Medians of one
+process. Exit status 3: no such device or package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dspark_trt.checkpoints.drafter import read_drafter
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.checkpoints.target import read_target
+from dspark_trt.engines.device_engines import DeviceEngines
+from dspark_trt.engines.device_reference import open_device_reference_engines
+from dspark_trt.engines.protocol import DraftBatch, EngineLimits, SelectBatch
+from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.steptable.profile import draft_call, verification_batch
+from tests.factories import write_drafter, write_target
+
+QWEN3_06B: dict[str, Any] = {
+    "family": "qwen3",
+    "vocab_size": 151936,
+    "hidden": 1024,
+    "intermediate": 3072,
+    "heads": 16,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "tied": True,
+    "max_positions": 40960,
+    "dtype": "bfloat16",
+}
+TINY: dict[str, Any] = {"family": "qwen3", "vocab_size": 300, "max_positions": 1024}
+REQUESTS = (1, 8, 32)
+DEPTH = 256  # live positions of every row
+CAPACITIES = (1024, 8192)
+WARM_UPS, TIMED = 3, 20  # the first call of a bucket is eager, the second is captured
+
+
+@contextmanager
+def random_pair(size: str, layers: int) -> Iterator[tuple[TargetCheckpoint, DrafterCheckpoint]]:
+    with tempfile.TemporaryDirectory() as folder:
+        shape = QWEN3_06B if size == "qwen3-0.6b" else TINY
+        target = write_target(Path(folder) / "target", layers=layers, **shape)
+        large = {"layers": 2, "markov_rank": 256, "gamma": 7} if size == "qwen3-0.6b" else {"layers": 1, "gamma": 7}
+        taps = tuple(sorted({0, layers // 2, layers - 1}))
+        drafter = write_drafter(
+            Path(folder) / "drafter", target, taps=taps, dtype=shape.get("dtype", "float32"), **large
+        )
+        checkpoint = read_target(str(target))
+        yield checkpoint, read_drafter(str(drafter), checkpoint)
+
+
+@contextmanager
+def open_pair(
+    backend: str, pair: tuple[TargetCheckpoint, DrafterCheckpoint], limits: EngineLimits, device: str
+) -> Iterator[DeviceEngines]:
+    target, drafter = pair
+    if backend == "reference":
+        precision: Any = "bf16" if device.startswith("cuda") else "fp32"
+        yield open_device_reference_engines(target, drafter, limits=limits, precision=precision, device=device)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield _compiled(backend, target, drafter, limits, Path(folder))
+
+
+def _compiled(
+    backend: Any, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: EngineLimits, build: Path
+) -> DeviceEngines:
+    from dspark_trt.engines.registry import EngineSettings
+    from dspark_trt.engines.tensorrt_build import CompileSettings, compile_graphs
+    from dspark_trt.engines.tensorrt_engines import open_tensorrt_engines
+    from dspark_trt.graphs.drafter import write_drafter_graphs
+    from dspark_trt.graphs.select import write_select_graph
+    from dspark_trt.graphs.target import write_target_graph
+
+    graphs, engines = build / "graphs", build / "engines"
+    graphs.mkdir()
+    engines.mkdir()
+    common: dict[str, Any] = {"limits": limits, "precision": "bf16"}
+    gamma, taps = drafter.spec.gamma, drafter.spec.target_layer_ids
+    write_target_graph(target, graphs, taps=taps, gamma=gamma, attention="standard", **common)
+    write_drafter_graphs(target, drafter, graphs, attention="standard", **common)
+    write_select_graph(drafter.spec, graphs, **common)
+    compile_graphs(graphs, engines, CompileSettings(backend))
+    return open_tensorrt_engines(build, EngineSettings(backend=backend))
+
+
+def median_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> float:
+    times = []
+    for index in range(WARM_UPS + TIMED):
+        started = time.perf_counter()
+        call()
+        synchronize()
+        if index >= WARM_UPS:
+            times.append((time.perf_counter() - started) * 1e3)
+    return statistics.median(times)
+
+
+def step_rows(engines: DeviceEngines, tap_width: int, requests: tuple[int, ...]) -> list[dict[str, float]]:
+    """For each number of requests: a plain step, full verification, a draft block, and both ways to half of the drafts."""
+    gamma, slots = engines.drafter.gamma, engines.target.limits.max_slots
+    rows = []
+    for count in requests:
+        plain = verification_batch(count, count, gamma, DEPTH, slots)
+        full = verification_batch(count, count * (1 + gamma), gamma, DEPTH, slots)
+        half = verification_batch(count, count + count * gamma // 2, gamma, DEPTH, slots)
+        draft = draft_call(engines.drafter, count, DEPTH, tap_width)
+        block = _block(count, gamma)
+        select = SelectBatch(
+            num_admitted=count * gamma // 2,
+            caps=np.full(count, gamma, np.int64),
+            is_forced=np.zeros(count, np.bool_),
+            temperatures=np.ones(gamma, np.float32),
+        )
+
+        def apart(block: DraftBatch = block, half: Any = half) -> None:
+            engines.drafter.draft(block).draft_ids.cpu()  # what the host needs to choose and to pack
+            engines.target.forward(half)
+
+        def fused(block: DraftBatch = block, select: SelectBatch = select, plain: Any = plain) -> None:
+            engines.step.draft_and_verify(block, select, plain).wait()
+
+        calls: dict[str, Callable[[], object]] = {
+            "plain_step_ms": lambda plain=plain: engines.target.forward(plain),  # type: ignore[misc]
+            "full_verification_ms": lambda full=full: engines.target.forward(full),  # type: ignore[misc]
+            "draft_block_ms": draft,
+            "draft_then_verify_ms": apart,
+            "fused_step_ms": fused,
+        }
+        rows.append({"num_requests": count} | {n: median_ms(c, engines.synchronize) for n, c in calls.items()})
+    return rows
+
+
+def _block(count: int, gamma: int) -> DraftBatch:
+    rows = np.arange(count, dtype=np.int64)
+    return DraftBatch(
+        rows=rows,
+        anchor_ids=rows % 97,
+        past_lengths=np.full(count, DEPTH, np.int64),
+        temperatures=np.zeros(count, np.float32),
+        uniforms=np.zeros((count, gamma), np.float32),
+    )
+
+
+def capacity_rows(backend: str, size: str, limits: EngineLimits, device: str, count: int) -> list[dict[str, float]]:
+    """The same step over rows of different capacity; a few layers, since only attention could differ."""
+    rows = []
+    with random_pair(size, layers=4) as pair:
+        for max_seq_len in CAPACITIES:
+            with open_pair(backend, pair, replace(limits, max_seq_len=max_seq_len), device) as engines:
+                batch = verification_batch(count, count, engines.drafter.gamma, DEPTH, limits.max_slots)
+                ms = median_ms(lambda engines=engines, batch=batch: engines.target.forward(batch), engines.synchronize)  # type: ignore[misc]
+                rows.append({"max_seq_len": max_seq_len, "num_requests": count, "step_ms": ms})
+    return rows
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    requests = tuple(count for count in REQUESTS if count <= options.slots)
+    limits = EngineLimits(options.slots, 512, max(options.slots * 8, 64))
+    with random_pair(options.size, options.layers) as pair:
+        tap_width = pair[1].spec.num_taps * pair[1].spec.decoder.hidden_size
+        with open_pair(options.backend, pair, limits, options.device) as engines:
+            report: dict[str, Any] = {"backend": options.backend, "device": options.device, "layers": options.layers}
+            report["steps"] = step_rows(engines, tap_width, requests)
+    if options.backend != "reference":
+        report["capacity"] = capacity_rows(options.backend, options.size, limits, options.device, requests[-1])
+    return report
+
+
+def table(rows: list[dict[str, float]]) -> str:
+    names = list(rows[0])
+    lines = ["".join(f"{name:>23}" for name in names)]
+    lines += ["".join(f"{row[n]:23.3f}" if n.endswith("_ms") else f"{row[n]:23}" for n in names) for row in rows]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=["reference", "tensorrt", "tensorrt_rtx"], default="reference")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--size", choices=["qwen3-0.6b", "tiny"], default="qwen3-0.6b")
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--output", type=Path, help="JSON file that gets the tables")
+    options = parser.parse_args(arguments)
+    try:
+        report = measure(options)
+    except EnvironmentMissingError as error:
+        print(f"device_steps: {error}", file=sys.stderr)
+        return error.exit_code
+    report["device_name"] = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
+    print(
+        f"{report['device_name']}, {options.backend}, {options.size} of {options.layers} layers, {DEPTH} live positions a row"
+    )
+    for name in ("steps", "capacity"):
+        if name in report:
+            print(table(report[name]))
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
