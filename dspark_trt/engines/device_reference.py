@@ -1,0 +1,68 @@
+"""The device runtime without a compiler: PyTorch sessions straight from the checkpoints, on a GPU or on the CPU.
+
+It is what a GPU host with only torch and triton runs, and what the tests compare TensorRT with. Its attention costs as much as
+the capacity of a row; DESIGN section 5 calls it the oracle, not a backend to serve with.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.dims import FloatType, drafter_dims, target_dims
+from dspark_trt.engines.device_engines import DeviceEngines, DeviceSessions, open_device_engines
+from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.engines.reference_weights import ReferenceWeights
+from dspark_trt.engines.torch_heads import TorchSelectSession
+from dspark_trt.engines.torch_sessions import TorchDraftSession, TorchIngestSession, TorchTargetSession
+from dspark_trt.errors import EnvironmentMissingError
+
+DevicePrecision = Literal["fp32", "bf16", "fp16"]
+ELEMENT_TYPES: dict[DevicePrecision, FloatType] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def open_device_reference_engines(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    *,
+    limits: EngineLimits,
+    precision: DevicePrecision,
+    device: str,
+) -> DeviceEngines:
+    """Target and drafter in one element type on one device ("cpu", "cuda", "cuda:1").
+
+    Raises EnvironmentMissingError where torch sees no such device, or triton or cuda-bindings is missing on a GPU;
+    EngineBuildError when the weights do not fit or kernels cannot be loaded.
+    """
+    check_device(device)
+    element_type = ELEMENT_TYPES[precision]
+    of_target = target_dims(
+        target.spec,
+        num_taps=drafter.spec.num_taps,
+        limits=limits,
+        attention="standard",
+        element_type=element_type,
+    )
+    of_drafter = drafter_dims(drafter.spec, limits=limits, attention="standard", element_type=element_type)
+    target_weights = ReferenceWeights(target.weights, device, getattr(torch, element_type))
+    drafter_weights = ReferenceWeights(drafter.weights, device, getattr(torch, element_type))
+    sessions = DeviceSessions(
+        target=TorchTargetSession(target.spec, target_weights, of_target, drafter.spec.target_layer_ids),
+        ingest=TorchIngestSession(drafter.spec, drafter_weights, of_drafter),
+        draft=TorchDraftSession(
+            drafter.spec, drafter_weights, of_drafter, target_spec=target.spec, target_weights=target_weights
+        ),
+        select=TorchSelectSession(of_drafter, device),
+    )
+    return open_device_engines(sessions, of_target, of_drafter, device)
+
+
+def check_device(device: str) -> None:
+    """Raises EnvironmentMissingError where torch sees no such device."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentMissingError(
+            f"device {device}: PyTorch {torch.__version__} sees no CUDA GPU; install an NVIDIA driver and torch for CUDA "
+            "(pip install torch, as https://pytorch.org says for this machine), or use device cpu"
+        )
