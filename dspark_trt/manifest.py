@@ -86,11 +86,18 @@ def hash_key(*parts: Any) -> str:
 
 
 def code_hash(package: str) -> str:
-    """sha256 of the Python sources of a package, so that what an older version wrote is not taken for today's."""
-    spec = find_spec(package)
+    """sha256 of the Python sources of a package, so that what an older version wrote is not taken for today's.
+
+    `package.name_*`: of those of its modules alone.
+    """
+    parent, _, pattern = package.rpartition(".")
+    has_pattern = "*" in pattern
+    spec = find_spec(parent if has_pattern else package)
     assert spec is not None, package
     assert spec.submodule_search_locations, f"{package} is a package of ours, not a module"
-    sources = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
+    folder = Path(spec.submodule_search_locations[0])
+    sources = sorted(folder.glob(f"{pattern}.py") if has_pattern else folder.rglob("*.py"))
+    assert sources, f"{package} names no source"
     return hash_key([(source.name, hashlib.sha256(source.read_bytes()).hexdigest()) for source in sources])
 
 

@@ -194,8 +194,10 @@ STAGES = (
     Stage(
         name="engines",
         predecessors=("graphs",),
-        # kernels of the plugins are a part of TensorRT's engines
-        packages=lambda context: ("dspark_trt.engines", *(("dspark_trt_plugins",) if context.is_on_device else ())),
+        # an engine takes long to compile, so what runs it does not count; kernels of the plugins are a part of it
+        packages=lambda context: (
+            ("dspark_trt.engines.tensorrt_*", "dspark_trt_plugins") if context.is_on_device else ("dspark_trt.engines",)
+        ),
         settings=lambda context: context.engine_settings.model_dump(mode="json"),
         make=_make_engines,
     ),

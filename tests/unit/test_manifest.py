@@ -16,6 +16,7 @@ from dspark_trt.manifest import (
     StageManifest,
     check_chain,
     check_outputs,
+    code_hash,
     now,
     read_manifest,
     read_summary,
@@ -169,3 +170,19 @@ def test_replaced_folder_is_never_half_removed_under_its_own_name(
     assert all(name.endswith(".partial") for name in removed)
     assert [path.name for path in destination.iterdir()] == ["new"]
     assert [path.name for path in tmp_path.iterdir()] == ["graphs"]
+
+
+def test_code_of_a_package_or_of_some_of_its_modules_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package_of_code"
+    package.mkdir()
+    for name in ("__init__", "compile_a", "compile_b", "run"):
+        (package / f"{name}.py").write_text(name)
+    monkeypatch.syspath_prepend(tmp_path)
+    whole, part = code_hash("package_of_code"), code_hash("package_of_code.compile_*")
+    (package / "run.py").write_text("another")
+    assert code_hash("package_of_code") != whole
+    assert code_hash("package_of_code.compile_*") == part
+    (package / "compile_b.py").write_text("another")
+    assert code_hash("package_of_code.compile_*") != part
+    with pytest.raises(AssertionError, match="names no source"):
+        code_hash("package_of_code.missing_*")
