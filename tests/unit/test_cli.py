@@ -34,10 +34,17 @@ def test_public_surface_is_pinned() -> None:
 
 @pytest.mark.parametrize(
     "statement",
-    ["import dspark_trt", "import dspark_trt.cli", "import dspark_trt.recipe", "import dspark_trt.inspection"],
+    [
+        "import dspark_trt",
+        "import dspark_trt.cli, dspark_trt.doctor, dspark_trt.report",
+        "import dspark_trt.recipe",
+        "import dspark_trt.inspection",
+        "import dspark_trt.build",
+        "import dspark_trt.deployment, dspark_trt.serving.serve, dspark_trt.serving.engine_model",
+    ],
 )
 def test_importing_loads_no_engine(statement: str) -> None:
-    check = "import sys; print([name for name in ('torch', 'onnxruntime', 'tensorrt') if name in sys.modules])"
+    check = "import sys; print(sorted({'torch', 'onnxruntime', 'tensorrt', 'tensorrt_rtx', 'cuda'} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", f"{statement}; {check}"], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

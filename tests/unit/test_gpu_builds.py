@@ -163,6 +163,22 @@ def test_other_architectures_are_other_engines(machine: Machine, pair: list[str]
     assert settings["sms"] == [89, 120]
 
 
+def test_operations_page_quotes_what_is_said(
+    machine: Machine, pair: list[str], ahead: tuple[Path, str], tmp_path: Path
+) -> None:
+    page = " ".join((Path(__file__).parents[2] / "docs" / "operations.md").read_text().split())
+    said = {ahead[0]: ahead[1].splitlines()[-1]}
+    for backend in ("tensorrt", "tensorrt_rtx"):
+        output = tmp_path / backend
+        options = ["--output", str(output), "--backend", backend]
+        said[output] = machine.run("build", *pair, *options, gpu=None, before=NO_TENSORRT).stderr
+    here = "the NVIDIA driver says CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected"
+    for output, message in said.items():
+        assert here in message
+        without_driver = message.replace(here, "no NVIDIA driver: Failed to dlopen libcuda.so.1")
+        assert without_driver.replace(str(output), "DIR").strip() in page
+
+
 @pytest.fixture(scope="module")
 def for_h200(machine: Machine, pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished build whose engine.json says that it is for an H200."""
