@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from dspark_trt import bindings
 from dspark_trt.dims import DrafterDims, TargetDims
+from dspark_trt.engines.row_groups import Int64
 from dspark_trt.errors import EngineBuildError
 
 KEYS, VALUES = 0, 1
@@ -21,7 +23,9 @@ _MAX_RANGES = 256  # views are kept for so many ranges: making them costs more t
 class DeviceCache:
     """[num_layers, keys and values, num_rows, K, C, H] of the graph's element type, zero at first.
 
-    Zeros, because attention reads whole rows and hides by a mask what is not valid: what lies there must be finite.
+    Attention reads whole rows and hides by a mask what is not valid, but 0 * NaN is NaN: what lies there must be finite. So the
+    pool begins with zeros, and a row that a request begins in is cleared of what the last one left (`prepare`); otherwise one
+    request whose numbers overflow would spoil its row for good.
     """
 
     def __init__(self, dims: TargetDims | DrafterDims, device: torch.device) -> None:
@@ -37,6 +41,11 @@ class DeviceCache:
                 f"give: {error}; build with a smaller --max-slots or --max-seq-len"
             ) from error
         self._num_layers = cache.num_layers
+        self._max_seq_len = dims.limits.max_seq_len
+        self._written = np.zeros(cache.num_rows, np.int64)  # positions of each row that may hold something
+        self._num_behind = (
+            0  # positions from max_seq_len on that may, in any row: rows without tokens are written there
+        )
         self._kept = lru_cache(maxsize=_MAX_RANGES)(self._tensors)
 
     def rows(self, layer: int, which: int, first_row: int, num_rows: int) -> torch.Tensor:
@@ -47,9 +56,20 @@ class DeviceCache:
         """Every cache input and output of a row group, by binding name, for a range of rows."""
         return self._kept(group, first_row, num_rows)
 
+    def prepare(self, rows: Int64, past_lengths: Int64, num_slots: int) -> None:
+        """Before a call that writes up to `num_slots` positions of some rows: clear the rows that begin."""
+        for row in rows[past_lengths == 0] if self._num_behind else ():
+            behind = slice(self._max_seq_len, self._max_seq_len + self._num_behind)
+            for positions in (slice(0, int(self._written[row])), behind):
+                self._pool[:, :, row, :, positions].zero_()
+            self._written[row] = 0
+        self._written[rows] = np.maximum(self._written[rows], past_lengths + num_slots)
+        self._num_behind = max(self._num_behind, num_slots)
+
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         """Copy the live positions of a row, all layers in one kernel, on the current stream."""
         self._pool[:, :, destination, :, :num_positions].copy_(self._pool[:, :, source, :, :num_positions])
+        self._written[destination] = max(self._written[destination], num_positions)
 
     def _tensors(self, group: str, first_row: int, num_rows: int) -> dict[str, torch.Tensor]:
         tensors = {}

@@ -4,7 +4,9 @@ A step that only decodes is one call of bucket sizes from KV row 0 on, which a C
 they are; the first run of them together with the tokens that decode, further ones alone (`device_buckets.prefill_runs`).
 
 Padding tokens are token 0 at position 0, and no row points at them. Padding queries repeat their row's last token; rows without
-tokens write behind max_seq_len, where nothing valid can stand (graphs/attention_standard.py).
+tokens write behind max_seq_len, where nothing valid can stand (graphs/attention_standard.py). A group without tokens stands on a
+row that has some, and repeats that row's: what a row holds, valid or not, is its own as far as can be, since a mask does not hide
+a NaN.
 
 Shape letters: `R` requests that decode, `G` gamma, `T` packed tokens, `L` logit rows; `B` KV rows and `S` padded query length of
 a row group.
@@ -45,7 +47,8 @@ class TargetCall:
 
     shape: CallShape
     arrays: Mapping[str, Int64]
-    prefill_row: int  # first KV row of the prefill group; the decode group begins at row 0
+    decode_row: int  # first KV row of each group
+    prefill_row: int
     num_tokens: int  # without padding
     num_logits: int
 
@@ -169,7 +172,7 @@ def _bucket_call(decode: _DecodePart, limits: EngineLimits) -> TargetCall:
             **group_arrays(bindings.DECODE, decode.group),
         }
     shape = CallShape(num_tokens, num_tokens, decode.shape)
-    return TargetCall(shape, arrays, 0, decode.num_tokens, decode.num_tokens)
+    return TargetCall(shape, arrays, 0, 0, decode.num_tokens, decode.num_tokens)
 
 
 def _whole_call(
@@ -178,6 +181,9 @@ def _whole_call(
     past, query = batch.past_lengths[chunks], batch.query_lengths[chunks]
     prefill = row_group(batch.rows[chunks], past, query, first_token=decode.num_tokens)
     chunk_positions = positions(past, query) if len(query) else past
+    # a group without tokens stands on the row of token 0
+    decode_row = 0 if decode.num_tokens else int(batch.rows[chunks][0])
+    prefill_row = prefill.first_row if len(query) else int(batch.rows[0])
     arrays = {
         bindings.TOKEN_IDS: np.concatenate([decode.token_ids, token_ids]),
         bindings.POSITIONS: np.concatenate([decode.positions, chunk_positions]),
@@ -189,7 +195,7 @@ def _whole_call(
         arrays |= group_arrays(bindings.DECODE, decode.group)
     num_rows, longest = prefill.tokens.shape
     shape = CallShape(decode.num_tokens + len(token_ids), max(len(logit_rows), 1), decode.shape, (num_rows, longest))
-    return TargetCall(shape, arrays, prefill.first_row, shape.num_tokens, len(logit_rows))
+    return TargetCall(shape, arrays, decode_row, prefill_row, shape.num_tokens, len(logit_rows))
 
 
 def group_arrays(name: str, group: RowGroup) -> dict[str, Int64]:

@@ -36,7 +36,8 @@ Tensors = dict[str, torch.Tensor]
 class DraftCall:
     """One call of the draft graph, padded: its host inputs and where they go."""
 
-    num_requests: int  # without padding
+    rows: Int64  # without padding
+    past_lengths: Int64
     shape: tuple[int, int]  # R, B
     layout: Layout
     arrays: Arrays
@@ -98,6 +99,7 @@ class DeviceDraftEngine:
         check_tokens(self.limits, num_tokens)
         with torch_errors("drafter, ingest"):
             taps = torch.as_tensor(batch.taps)
+            self.cache.prepare(rows, past, max(int(query.max()), self.gamma + 1))
             if query.max() <= self.gamma + 1 and num_tokens <= self._most_committed:
                 self._ingest_bucket(taps, rows, past, query)
                 return
@@ -142,12 +144,13 @@ class DeviceDraftEngine:
             bindings.ROW_REQUESTS: row_requests,
             bindings.ROW_QUERY_LENGTHS: row_query_lengths,
         }
-        return DraftCall(count, shape, self._draft_layout(*shape), arrays)
+        return DraftCall(rows, past, shape, self._draft_layout(*shape), arrays)
 
     def enqueue(self, call: DraftCall) -> DraftOutput:
         """Enqueue a call whose inputs are on their way."""
+        self.cache.prepare(call.rows, call.past_lengths, self.gamma)
         self._draft_calls(call.shape, lambda: self._draft_tensors(call))
-        small, count = self.fetched.tensors, call.num_requests
+        small, count = self.fetched.tensors, len(call.rows)
         confidence_logits = small[bindings.CONFIDENCE_LOGITS][:count] if self.dims.has_confidence_head else None
         return DraftOutput(small[bindings.DRAFT_IDS][:count], self._draft_logits[:count], confidence_logits)
 

@@ -81,6 +81,7 @@ class DeviceStepEngine:
         num_rows = calls[0].shape.decode[0]
         arrays = select_arrays(select, batch.token_ids[:n], batch.rows[:n], batch.past_lengths[:n], num_rows)
         with torch_errors("draft, selection and verification"):
+            target.prepare(batch)
             drafter.inputs.send((draft_call.layout, draft_call.arrays), (self._select.layout(n, num_rows), arrays))
             target.send(calls[0])
             drafted = drafter.enqueue(draft_call)

@@ -15,7 +15,7 @@ from dspark_trt.dims import TargetDims
 from dspark_trt.engines.device_buckets import bucket
 from dspark_trt.engines.device_buffers import Layout, StagedInputs
 from dspark_trt.engines.device_cache import DeviceCache
-from dspark_trt.engines.device_calls import CallShape, TargetCall, check_batch, host_batch, target_calls
+from dspark_trt.engines.device_calls import CallShape, HostBatch, TargetCall, check_batch, host_batch, target_calls
 from dspark_trt.engines.device_graphs import BucketCalls, Capture
 from dspark_trt.engines.device_session import DeviceSession
 from dspark_trt.engines.protocol import EngineLimits, TargetBatch, TargetOutput
@@ -58,7 +58,7 @@ class DeviceTargetEngine:
         with torch_errors("buffers of the target"):
             self._inputs = StagedInputs(self._largest_layout().end, device)
             self._every_token = torch.arange(num_tokens, device=device)
-            self._zeros = torch.zeros((1, 1), dtype=torch.int64, device=device)
+            self._zero = torch.zeros(1, dtype=torch.int64, device=device)
             # of verified blocks and the ends of prompts; one more for a call that wants none
             num_logits = min(num_tokens, of_blocks + limits.max_slots) + 1
             self._logits = torch.zeros((num_logits, dims.vocab_size), device=device)
@@ -79,6 +79,7 @@ class DeviceTargetEngine:
         check_batch(on_host, on_host.query_lengths, self.gamma, self.limits)
         calls = target_calls(on_host, self.gamma, self.limits)
         with torch_errors("target"):
+            self.prepare(on_host)
             self.send(calls[0])
             return self.enqueue(calls)
 
@@ -86,6 +87,13 @@ class DeviceTargetEngine:
         """Raises EngineBuildError when the backend fails."""
         with torch_errors("target"):
             self.cache.move_row(source, destination, num_positions)
+
+    def prepare(self, batch: HostBatch) -> None:
+        """Enqueue the clearing of rows in which a request begins."""
+        n = batch.num_decode
+        self.cache.prepare(batch.rows[:n], batch.past_lengths[:n], self.gamma + 1)
+        longest = int(batch.query_lengths[n:].max(initial=1))
+        self.cache.prepare(batch.rows[n:], batch.past_lengths[n:], longest)
 
     def every_token(self, num_tokens: int) -> torch.Tensor:
         """0 .. num_tokens - 1, int64."""
@@ -124,20 +132,21 @@ class DeviceTargetEngine:
         self._session.run(
             self.index_tensors(call.shape)
             | self._outputs(call.shape, logits, taps)
-            | self.cache.tensors(bindings.DECODE, 0, call.shape.decode[0])
+            | self.cache.tensors(bindings.DECODE, call.decode_row, call.shape.decode[0])
             | self.cache.tensors(bindings.PREFILL, call.prefill_row, call.shape.prefill[0])
         )
 
     def _bucket_tensors(self, shape: CallShape) -> Tensors:
-        """Everything stays at its address. The prefill group is one row without tokens."""
+        """Everything stays at its address. The prefill group is row 0 without tokens; its padding is row 0's own token."""
+        index = self.index_tensors(shape)
         constants = {
             bindings.LOGIT_ROWS: self.every_token(shape.num_tokens),
-            bindings.group_tokens(bindings.PREFILL): self._zeros,
-            bindings.group_past_lengths(bindings.PREFILL): self._zeros[0],
-            bindings.group_query_lengths(bindings.PREFILL): self._zeros[0],
+            bindings.group_tokens(bindings.PREFILL): index[bindings.group_tokens(bindings.DECODE)][:1, :1],
+            bindings.group_past_lengths(bindings.PREFILL): self._zero,
+            bindings.group_query_lengths(bindings.PREFILL): self._zero,
         }
         return (
-            self.index_tensors(shape)
+            index
             | constants
             | self._outputs(shape, self._logits, self._taps)
             | self.cache.tensors(bindings.DECODE, 0, shape.decode[0])

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime
 import torch
+from numpy.typing import NDArray
 
 from dspark_trt import bindings
 from dspark_trt.bindings import Binding
@@ -116,3 +117,26 @@ def open_device_pair(
     select.inputs, select.outputs = bindings.select_inputs(of_drafter), bindings.select_outputs(of_drafter)
     engines = open_device_engines(DeviceSessions(*sessions), of_target, of_drafter, "cpu")
     return DevicePair(engines, *sessions, target_dims=of_target, drafter_dims=of_drafter)
+
+
+def spoil(pair: DevicePair, lengths: NDArray[np.int64], context_lengths: NDArray[np.int64] | None = None) -> None:
+    """Fill with garbage whatever a call must not depend on: buffers, and every position that is not valid.
+
+    Garbage in caches is finite, as it is after any call. An index that nobody wrote is -1, which no operator accepts as a row.
+    """
+    engines = pair.engines
+    for staged in (engines.target._inputs, engines.drafter.inputs):
+        staged.memory.fill_(0xFF)
+    for outputs in (engines.target._logits, engines.target._taps, engines.drafter._taps, engines.drafter._draft_logits):
+        outputs.fill_(torch.nan)
+    engines.drafter.fetched._memory.fill_(0xFF)
+    for engine, valid in ((engines.target, lengths), (engines.drafter, context_lengths)):
+        if valid is not None:
+            for row, length in enumerate(valid):
+                engine.cache._pool[:, :, row, :, int(length) :] = 3e4
+
+
+def valid_positions(pair: DevicePair, lengths: NDArray[np.int64]) -> list[torch.Tensor]:
+    """A copy of what the target's rows hold."""
+    pool = pair.engines.target.cache._pool
+    return [pool[:, :, row, :, : int(length)].clone() for row, length in enumerate(lengths)]
