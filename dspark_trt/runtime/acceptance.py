@@ -8,7 +8,8 @@ Slot j, for every request at once that has accepted x_1 .. x_{j-1}:
     none (left)                 draw from p_t, done: the bonus
 A request without drafts, the first token after a prompt included, is a block of length 0. Greedy requests take the same
 path: p_t is a point mass, and so is p_d of an argmax draft. Slots are evaluated one after the other because most rows
-behind a rejection would be computed for nothing.
+behind a rejection would be computed for nothing. Where arrays live on a device, the host waits for it a few times per slot,
+for all requests together; for single requests only where they ask for log probabilities, bad_words or min_tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import numpy as np
 from array_api_compat import array_namespace, device
 
 from dspark_trt.errors import RequestError
-from dspark_trt.runtime.drafting import DraftBlock, PendingTaps, take_rows, to_host
+from dspark_trt.runtime.arrays import index_array, take_rows, to_host
+from dspark_trt.runtime.drafting import DraftBlock, PendingTaps
 from dspark_trt.runtime.rng import Purpose, uniforms
 from dspark_trt.runtime.sampling import TopLogProbs, draw, log_probs, residual_weights, target_probs
 from dspark_trt.runtime.state import Phase
@@ -149,22 +151,18 @@ def _test_drafts(slot: int, inside: list[_Trial], probs: Array, block: DraftBloc
     xp = array_namespace(probs)
     draft_ids = [inside[at].segment.draft_ids[slot] for at in tested]
     draft_probs = block.draft_probs(slot, [inside[at].segment.block_row for at in tested])
-    p_d = to_host(draft_probs[xp.arange(len(tested), device=device(probs)), _index(draft_ids, probs)])
-    p_t = to_host(probs[_index(tested, probs), _index(draft_ids, probs)])
+    index = index_array([tested, draft_ids], probs)
+    p_d_of_drafts = draft_probs[xp.arange(len(tested), device=device(probs)), index[1]]
+    p_d, p_t = to_host(xp.stack([p_d_of_drafts, probs[index[0], index[1]]]))
     tests = np.array([inside[at].uniform(slot, Purpose.ACCEPT) for at in tested])
     is_proposed = p_d > 0
     is_accepted = is_proposed & (tests * p_d < p_t)
     rejections = np.flatnonzero(is_proposed & ~is_accepted).tolist()
     rejected = [tested[index] for index in rejections]
     if rejected:
-        residual = residual_weights(take_rows(probs, rejected), take_rows(draft_probs, rejections))
-        probs[_index(rejected, probs), :] = residual
+        index = index_array([rejected, rejections], probs)
+        probs[index[0], :] = residual_weights(probs[index[0], :], draft_probs[index[1], :])
     return {tested[index] for index in np.flatnonzero(is_accepted).tolist()}, set(rejected)
-
-
-def _index(indices: list[int], like: Array) -> Array:
-    xp = array_namespace(like)
-    return xp.asarray(indices, dtype=xp.int64, device=device(like))
 
 
 def pending_taps(segments: Sequence[Segment], results: Sequence[Acceptance], taps: Array) -> PendingTaps | None:

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device, to_device
+from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
 from dspark_trt.engines.protocol import DraftBatch, IngestBatch
+from dspark_trt.runtime.arrays import index_array, take_rows, to_host
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.rng import Purpose, uniforms_float32
 from dspark_trt.runtime.sampling import is_greedy, softmax_weights
@@ -41,21 +42,6 @@ class PendingTaps:
             num_positions=[count for count, kept in zip(self.num_positions, is_kept, strict=True) if kept],
             taps=take_rows(self.taps, np.flatnonzero(np.repeat(is_kept, self.num_positions))),
         )
-
-
-def take_rows(array: Array, indices: Sequence[int] | NDArray[np.int64]) -> Array:
-    """A copy of some rows of an array of the engine's library."""
-    xp = array_namespace(array)
-    return xp.take(array, xp.asarray(np.asarray(indices, dtype=np.int64), device=device(array)), axis=0)
-
-
-def to_host(array: Array) -> NDArray[Any]:
-    return np.asarray(to_device(array, "cpu"))
-
-
-def wait_for(array: Array) -> None:
-    """Wait until an array of a device engine is computed: what failed on the way is raised here."""
-    to_host(array[:1, ...])
 
 
 def ingest_batch(pending: PendingTaps, context: CacheLengths) -> IngestBatch:
@@ -110,9 +96,11 @@ class DraftBlock:
             with np.errstate(invalid="ignore", over="ignore"):
                 probs = softmax_weights(logits, temperatures)
                 probs /= xp.sum(probs, axis=-1, keepdims=True)
-        for at in greedy:
-            probs[at, :] = 0.0
-            probs[at, int(self.draft_ids[rows[at], slot])] = 1.0
+        if greedy:
+            index = index_array([greedy, self.draft_ids[[rows[at] for at in greedy], slot].tolist()], probs)
+            if len(greedy) < len(rows):
+                probs[index[0], :] = 0.0
+            probs[index[0], index[1]] = 1.0
         return probs
 
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from dspark_trt.engines.protocol import DraftBatch, DraftEngine, SelectBatch, StepEngine, TargetEngine, TargetOutput
 from dspark_trt.errors import CapacityError
 from dspark_trt.runtime.acceptance import Acceptance, pending_taps
-from dspark_trt.runtime.drafting import DraftBlock, PendingTaps, draft_batch, draft_block, ingest_batch, wait_for
+from dspark_trt.runtime.arrays import wait_for
+from dspark_trt.runtime.drafting import DraftBlock, PendingTaps, draft_batch, draft_block, ingest_batch
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
 from dspark_trt.runtime.slots import RowMove

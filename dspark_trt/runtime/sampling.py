@@ -22,17 +22,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device, is_numpy_namespace
+from array_api_compat import array_namespace, device
 from numpy.typing import NDArray
 
 from dspark_trt.errors import RequestError
+from dspark_trt.runtime.arrays import index_array, largest, take_rows, to_host
 from dspark_trt.runtime.request import SamplingParams
+from dspark_trt.runtime.truncation import truncate
 
 Array = Any  # of the engine's library
 TopLogProbs = tuple[tuple[int, float], ...]  # (token id, log probability), most probable first
 
 MIN_TEMPERATURE = 1e-5  # below it a request counts as greedy
-MAX_FLOOR = 0.5  # the most probable token has weight 1 and is never below the floor, however small top_p is
 RESIDUAL_MASS_EPSILON = 1e-8  # below it draft and target distribution are equal up to rounding
 
 
@@ -93,7 +94,8 @@ class LogitProcessors:
                 row[sequence[-1]] = -xp.inf
         if len(self._ending_ids) and len(self._tokens) - self._num_prompt_tokens < self._params.min_tokens:
             row[like_row(self._ending_ids)] = -xp.inf
-        if float(xp.max(row)) == -xp.inf:
+        # nothing else masks; on a device this waits for the row
+        if (self._params.bad_words or len(self._ending_ids)) and float(xp.max(row)) == -xp.inf:
             raise RequestError("bad_words and min_tokens: together they mask every token of the vocabulary; mask fewer")
 
 
@@ -108,11 +110,10 @@ def target_probs(logits: Array, params: Sequence[SamplingParams]) -> Array:
     if all(is_greedy(each.temperature) for each in params):
         return _point_masses(logits)
     weights = softmax_weights(logits, [each.temperature for each in params])
-    for row, each in enumerate(params):
-        if is_greedy(each.temperature):
-            weights[row, :] = _point_masses(logits[row : row + 1, :])[0, :]
-        else:
-            _truncate(weights[row, :], each)
+    truncate(weights, [None if is_greedy(each.temperature) else each for each in params])
+    greedy = [row for row, each in enumerate(params) if is_greedy(each.temperature)]
+    if greedy:
+        weights[index_array(greedy, weights), :] = _point_masses(take_rows(logits, greedy))
     return weights / xp.sum(weights, axis=-1, keepdims=True)
 
 
@@ -143,20 +144,23 @@ def draw(weights: Array, uniforms: Sequence[float]) -> list[int]:
     xp = array_namespace(weights)
     cumulative = xp.cumulative_sum(weights, axis=-1, dtype=xp.float64)
     points = xp.asarray(uniforms, dtype=xp.float64, device=device(weights)) * cumulative[:, -1]
-    return [int(token_id) for token_id in xp.sum(cumulative <= points[:, None], axis=-1, dtype=xp.int64)]
+    token_ids: list[int] = to_host(xp.sum(cumulative <= points[:, None], axis=-1, dtype=xp.int64)).tolist()
+    return token_ids
 
 
 def log_probs(logits: Array, token_id: int, num_alternatives: int) -> tuple[float, TopLogProbs]:
     """Raw log-softmax of one row [V]: of `token_id`, and of the most probable tokens, ties by id."""
     xp = array_namespace(logits)
-    largest = xp.max(logits)
-    log_total = float(largest + xp.log(xp.sum(xp.exp(logits - largest))))
+    highest = xp.max(logits)
+    log_total = highest + xp.log(xp.sum(xp.exp(logits - highest)))
+    of_token, total = to_host(xp.stack([logits[token_id], log_total])).tolist()
     alternatives: list[tuple[float, int]] = []
     if num_alternatives:
-        smallest = _largest(logits, min(num_alternatives, logits.shape[0]))[-1]
+        smallest = largest(logits, min(num_alternatives, logits.shape[0]))[-1]
         ids = xp.nonzero(logits >= smallest)[0]
-        alternatives = sorted((-float(logits[each]), int(each)) for each in ids)[:num_alternatives]
-    return float(logits[token_id]) - log_total, tuple((each, -negated - log_total) for negated, each in alternatives)
+        found = zip((-to_host(logits[ids])).tolist(), to_host(ids).tolist(), strict=True)
+        alternatives = sorted(found)[:num_alternatives]
+    return of_token - total, tuple((each, -negated - total) for negated, each in alternatives)
 
 
 def _point_masses(logits: Array) -> Array:
@@ -165,33 +169,3 @@ def _point_masses(logits: Array) -> Array:
     probs = xp.zeros_like(logits)
     probs[xp.arange(logits.shape[0], device=device(logits)), xp.argmax(logits, axis=-1)] = 1.0
     return probs
-
-
-def _truncate(weights: Array, params: SamplingParams) -> None:
-    """Processors 7 to 9 on one row of softmax weights [V], in place: what is cut gets weight 0."""
-    xp = array_namespace(weights)
-    vocab_size = weights.shape[0]
-    if 0 < params.top_k < vocab_size:
-        weights[:] = xp.where(weights < _largest(weights, params.top_k)[-1], 0.0, weights)
-    if params.top_p < 1.0:
-        total = xp.sum(weights)
-        # all tokens up to this weight together have at most the mass 1 - top_p: none of them can be kept
-        floor = min(total * ((1.0 - params.top_p) / vocab_size), MAX_FLOOR)
-        ordered = xp.sort(weights[weights > floor], descending=True)
-        mass_before = xp.cumulative_sum(ordered, dtype=xp.float64) - ordered
-        num_kept = max(1, int(xp.sum(mass_before < params.top_p * total, dtype=xp.int64)))
-        smallest = ordered[num_kept - 1]
-        num_ties_kept = num_kept - int(xp.sum(ordered > smallest, dtype=xp.int64))
-        ties_cut = xp.nonzero(weights == smallest)[0][num_ties_kept:]
-        weights[:] = xp.where(weights < smallest, 0.0, weights)
-        weights[ties_cut] = 0.0
-    if params.min_p > 0.0:  # the most probable token has weight 1
-        weights[:] = xp.where(weights < params.min_p, 0.0, weights)
-
-
-def _largest(values: Array, count: int) -> Array:
-    """The `count` largest of [V], descending. The one operation that the array libraries spell differently."""
-    xp = array_namespace(values)
-    if is_numpy_namespace(xp):
-        return np.sort(np.partition(values, len(values) - count)[len(values) - count :])[::-1]
-    return xp.topk(values, count).values

@@ -139,6 +139,28 @@ def test_top_p_cuts_ties_by_token_id_and_top_k_keeps_them(to_library: Any) -> No
     assert np.flatnonzero(kept[0]).tolist() == list(range(8))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_many_rows_at_once_are_cut_as_single_rows_are(seed: int) -> None:
+    """Logits in steps of a half: ties at every border. A device cuts all rows in one go, a host one after the other."""
+    random = np.random.default_rng(seed)
+    logits = np.round(random_logits(seed, rows=8) * 2) / 2
+    params = [
+        SamplingParams(
+            temperature=float(random.choice([0.0, 0.6, 1.5])),
+            top_k=int(random.choice([0, 1, 3, 20])),
+            top_p=float(random.choice([1.0, 0.9, 0.5, 1e-6])),
+            min_p=float(random.choice([0.0, 0.1, 1.0])),
+        )
+        for _ in logits
+    ]
+    on_host, on_device = (np.asarray(target_probs(library(logits), params)) for library in LIBRARIES.values())
+    assert ((on_host > 0) == (on_device > 0)).all()
+    np.testing.assert_allclose(on_device, on_host, rtol=1e-6)
+    for row, each in enumerate(params):
+        alone = np.asarray(target_probs(torch.from_numpy(logits[row : row + 1]), [each]))
+        np.testing.assert_array_equal(on_device[row], alone[0])
+
+
 @to_library
 def test_the_most_probable_token_always_stays(to_library: Any) -> None:
     params = SamplingParams(temperature=1.0, top_k=1, top_p=1e-9, min_p=1.0)

@@ -9,11 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspark_trt.engines.protocol import DraftBatch, DraftOutput, IngestBatch, SelectedOutput, TargetBatch, TargetOutput
+from dspark_trt.runtime import arrays
+from dspark_trt.runtime.acceptance import accept
+from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
-from tests.toy_engines import LIMITS, ToyDrafter, ToyLanguage, ToyTarget, make_loop, run
+from dspark_trt.runtime.state import new_state
+from dspark_trt.runtime.verification import Segment
+from tests.toy_engines import LIMITS, ToyDrafter, ToyLanguage, ToyTarget, letters, make_loop, run
 from tests.toy_step_engine import ToyStepEngine
 
 LANGUAGE = ToyLanguage(vocab_size=16, order=3, num_patterns=499)
@@ -85,6 +91,62 @@ def test_tensors_give_the_same_tokens_and_log_probs(mode: Any, fused: bool) -> N
             [token for token, _ in top] for top in expected.top_log_probs
         ]
         assert isinstance(on_torch[name].token_ids[0], int)
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers read, and shapes that depend on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = func is torch.ops.aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1])
+        if by_mask or func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def num_waits(num_requests: int, params: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of an acceptance in which every request's one draft is its most probable token, and accepted."""
+    logits = np.random.default_rng(1).normal(size=(2 * num_requests, 50)).astype(np.float32)
+    segments = []
+    for index in range(num_requests):
+        sampling = SamplingParams(seed=index, **params[index % len(params)])
+        request = GenerationRequest(request_id="", prompt_ids=(0,), sampling=sampling)
+        state = new_state(request, max_seq_len=100, eos_token_ids=(), decode=letters)
+        state.draw_words(2)
+        segments.append(Segment(state, 2 * index, 2, 2 * index, [int(logits[2 * index].argmax())], index, 1))
+    block = DraftBlock(
+        draft_ids=np.array([segment.draft_ids for segment in segments]),
+        draft_logits=torch.from_numpy(logits[::2, None]),
+        temperatures=[segment.state.params.temperature for segment in segments],
+        confidence_logits=None,
+        num_usable=np.ones(num_requests, np.int64),
+    )
+    waits = Waits()
+
+    def to_device(array: Any, to: str) -> Any:
+        waits.count += 1
+        return array.to(to)
+
+    monkeypatch.setattr(arrays, "to_device", to_device)
+    with waits:
+        results = accept(segments, torch.from_numpy(logits), block)
+    assert [result.num_accepted_drafts for result in results] == [1] * num_requests
+    return waits.count
+
+
+GREEDY = {"temperature": 0.0}
+TRUNCATED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01}
+
+
+@pytest.mark.parametrize(("params", "per_slot"), [([GREEDY], 2), ([{"temperature": 1.0}], 2), ([TRUNCATED, GREEDY], 4)])
+def test_the_host_waits_per_slot_and_not_per_request(
+    params: list[dict[str, Any]], per_slot: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For what is finite, and for the tests or the draws; top_p waits twice."""
+    assert [num_waits(count, params, monkeypatch) for count in (2, 4, 32)] == [2 * per_slot] * 3
 
 
 def test_the_runtime_imports_no_array_library_but_numpy() -> None:
