@@ -5,6 +5,7 @@
 | part | what it shows | needs besides torch for CUDA, triton, cuda-bindings, pytest |
 |---|---|---|
 | kernels | both plugins' kernels against their references, in CUDA graphs, with poisoned surroundings | |
+| device sessions | the graphs in PyTorch with the compiled kernels: against the CPU, in CUDA graphs | the package's own dependencies |
 | device runtime | greedy identity, chi-square, CUDA graphs and stream order on the CUDA reference engine | the package's own dependencies |
 | plugin microbenchmark | both plugins against straightforward torch and against the byte floor | |
 | device steps | a step table excerpt of the CUDA reference engine, eager against CUDA graphs | the package's own dependencies |
@@ -72,6 +73,7 @@ def _tensorrt() -> str:
 
 PARTS = (
     Part("kernels", TESTS / "test_plugins_on_gpu.py", modules=KERNEL_MODULES),
+    Part("device sessions", TESTS / "test_device_sessions.py"),
     Part("device runtime", TESTS / "test_device_runtime.py"),
     Part("plugin microbenchmark", REPOSITORY / "perf" / "plugin_microbench.py", modules=KERNEL_MODULES),
     Part("device steps", REPOSITORY / "perf" / "device_steps.py", ("--backend", "reference")),

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnxruntime
 import torch
 
 from dspark_trt import bindings
@@ -183,6 +182,8 @@ def caches_of(tensors: Tensors) -> Tensors:
 
 def run_graph(graph: Path, tensors: Tensors) -> None:
     """One call of a float32 graph under ONNX Runtime on these tensors' own memory."""
+    import onnxruntime  # not on a GPU host
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])

@@ -6,15 +6,17 @@ the capacity of a row; DESIGN section 5 calls it the oracle, not a backend to se
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.dims import FloatType, drafter_dims, target_dims
+from dspark_trt.dims import DrafterDims, FloatType, TargetDims, drafter_dims, target_dims
 from dspark_trt.engines.device_engines import DeviceEngines, DeviceSessions, open_device_engines
 from dspark_trt.engines.protocol import EngineLimits
 from dspark_trt.engines.reference_weights import ReferenceWeights
+from dspark_trt.engines.torch_errors import torch_errors
 from dspark_trt.engines.torch_heads import TorchSelectSession
 from dspark_trt.engines.torch_sessions import TorchDraftSession, TorchIngestSession, TorchTargetSession
 from dspark_trt.errors import EnvironmentMissingError
@@ -30,10 +32,36 @@ def open_device_reference_engines(
     limits: EngineLimits,
     precision: DevicePrecision,
     device: str,
+    use_cuda_graphs: bool = True,
 ) -> DeviceEngines:
     """Target and drafter in one element type on one device ("cpu", "cuda", "cuda:1").
 
-    Raises EnvironmentMissingError where torch sees no such device, or triton or cuda-bindings is missing on a GPU;
+    Raises what `open_reference_sessions` raises, and EngineBuildError where the device has no room for caches and buffers.
+    """
+    opened = open_reference_sessions(target, drafter, limits=limits, precision=precision, device=device)
+    return open_device_engines(
+        opened.sessions, opened.target_dims, opened.drafter_dims, device, use_cuda_graphs=use_cuda_graphs
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceSessions:
+    """Sessions of all graphs, and the sizes that their tensors have."""
+
+    sessions: DeviceSessions
+    target_dims: TargetDims
+    drafter_dims: DrafterDims
+
+
+def open_reference_sessions(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    *,
+    limits: EngineLimits,
+    precision: DevicePrecision,
+    device: str,
+) -> ReferenceSessions:
+    """Raises EnvironmentMissingError where torch sees no such device, or triton or cuda-bindings is missing on a GPU;
     EngineBuildError when the weights do not fit or kernels cannot be loaded.
     """
     check_device(device)
@@ -46,17 +74,18 @@ def open_device_reference_engines(
         element_type=element_type,
     )
     of_drafter = drafter_dims(drafter.spec, limits=limits, attention="standard", element_type=element_type)
-    target_weights = ReferenceWeights(target.weights, device, getattr(torch, element_type))
-    drafter_weights = ReferenceWeights(drafter.weights, device, getattr(torch, element_type))
-    sessions = DeviceSessions(
-        target=TorchTargetSession(target.spec, target_weights, of_target, drafter.spec.target_layer_ids),
-        ingest=TorchIngestSession(drafter.spec, drafter_weights, of_drafter),
-        draft=TorchDraftSession(
-            drafter.spec, drafter_weights, of_drafter, target_spec=target.spec, target_weights=target_weights
-        ),
-        select=TorchSelectSession(of_drafter, device),
-    )
-    return open_device_engines(sessions, of_target, of_drafter, device)
+    with torch_errors(f"weights on {device}"):
+        target_weights = ReferenceWeights(target.weights, device, getattr(torch, element_type))
+        drafter_weights = ReferenceWeights(drafter.weights, device, getattr(torch, element_type))
+        sessions = DeviceSessions(
+            target=TorchTargetSession(target.spec, target_weights, of_target, drafter.spec.target_layer_ids),
+            ingest=TorchIngestSession(drafter.spec, drafter_weights, of_drafter),
+            draft=TorchDraftSession(
+                drafter.spec, drafter_weights, of_drafter, target_spec=target.spec, target_weights=target_weights
+            ),
+            select=TorchSelectSession(of_drafter, device),
+        )
+    return ReferenceSessions(sessions, of_target, of_drafter)
 
 
 def check_device(device: str) -> None:

@@ -15,7 +15,7 @@ def torch_errors(what: str) -> Iterator[None]:
     """Raises EngineBuildError for what PyTorch, CUDA or the kernels' launcher raise, out of memory among it."""
     try:
         yield
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, IndexError) as error:
         raise EngineBuildError(
             f"{what}: PyTorch {torch.__version__} failed: {error}; the requests of this call are lost, open the engines again "
             "if it fails again"

@@ -71,3 +71,14 @@ class Compiler:
 def compile_for_gpu() -> Iterator[Compiler]:
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         yield Compiler(pool)
+
+
+@pytest.fixture(autouse=True)
+def _full_float32() -> Iterator[None]:
+    """No TF32 where float32 is compared."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
