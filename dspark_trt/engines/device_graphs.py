@@ -75,7 +75,7 @@ class CudaGraphCapture:
                         graph.capture_end()
                     raise
                 graph.capture_end()
-        except RuntimeError as error:
+        except (RuntimeError, EngineBuildError) as error:
             raise EngineBuildError(
                 f"CUDA graph on {self._device}: a call that ran could not be captured: {error}; open the engines without CUDA "
                 "graphs, and report it"

@@ -40,14 +40,17 @@ class OnnxRuntimeDeviceSession:
         self.metadata = dict(self._session.get_modelmeta().custom_metadata_map)
         self.inputs: tuple[Binding, ...] = ()
         self.outputs: tuple[Binding, ...] = ()
-        self.num_runs = 0
+        self.run_extents: list[dict[str, int]] = []
         self.bound_extents: list[dict[str, int]] = []
         self.is_failing = False
         self.before_call: Callable[[Tensors], None] | None = None
 
+    @property
+    def num_runs(self) -> int:
+        return len(self.run_extents)
+
     def run(self, tensors: Tensors) -> None:
-        self.num_runs += 1
-        self._check(tensors)
+        self.run_extents.append(self._check(tensors))
         self._bound(tensors)()
 
     def bind(self, tensors: Tensors) -> Callable[[], None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dspark_trt.engines.tensorrt_profiles import GRAPHS, choose_profile, graph_profiles
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest
@@ -92,3 +93,18 @@ def test_a_failed_step_frees_its_rows_and_the_loop_goes_on(opened: Opened) -> No
     assert not loop.has_work
     assert tokens_of(loop, greedy_requests()) == opened.expected
     assert np.isfinite(loop.last_step.total_ms)
+
+
+def test_every_call_of_a_loop_fits_a_profile_and_buckets_fit_a_tight_one(opened: Opened) -> None:
+    """What TensorRT compiles for is what the runtime asks for; the widest profile is for prompt chunks."""
+    tokens_of(opened.loop(MODES["fixed"]), greedy_requests())
+    tokens_of(opened.loop(MODES["lagged_budget"]), greedy_requests())
+    device = opened.device
+    sessions = (device.target, device.ingest, device.draft, device.select)
+    for graph, session in zip(GRAPHS, sessions, strict=True):
+        profiles = graph_profiles(graph, LIMITS, opened.pair.gamma)
+        assert session.bound_extents
+        for extents in session.bound_extents:
+            assert choose_profile(profiles, extents) < max(len(profiles) - 1, 1), (graph, extents)
+        for extents in session.run_extents:
+            choose_profile(profiles, extents)

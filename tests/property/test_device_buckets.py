@@ -13,6 +13,7 @@ from dspark_trt import bindings
 from dspark_trt.engines.device_buckets import LARGEST_POWER, bucket, prefill_runs, query_bucket
 from dspark_trt.engines.device_calls import HostBatch, check_batch, target_calls
 from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.engines.tensorrt_profiles import choose_profile, graph_profiles
 from dspark_trt.errors import CapacityError
 
 GAMMA = 4
@@ -169,3 +170,14 @@ def test_a_row_that_would_verify_more_than_a_block_is_refused() -> None:
     batch = HostBatch(np.zeros(GAMMA + 2, np.int64), none, none, none + GAMMA + 2, 1, none)
     with pytest.raises(CapacityError, match="a row would verify 6 tokens, the engine takes an anchor and 4 drafts"):
         check_batch(batch, batch.query_lengths, GAMMA, LIMITS)
+
+
+@given(batches())
+def test_every_target_call_fits_a_profile_that_tensorrt_compiles(batch: HostBatch) -> None:
+    profiles = graph_profiles(bindings.TARGET_GRAPH, LIMITS, GAMMA)
+    for call in target_calls(batch, GAMMA, LIMITS):
+        decode, prefill = call.shape.decode, call.shape.prefill or (1, 1)
+        extents = {"T": call.shape.num_tokens, "L": call.shape.num_logits}
+        extents |= {"B_decode": decode[0], "S_decode": decode[1], "B_prefill": prefill[0], "S_prefill": prefill[1]}
+        chosen = choose_profile(profiles, extents)
+        assert profiles[chosen].name != "prefill" or call.shape.prefill is not None, "a bucket has a tight profile"
