@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.dims import DrafterDims, FloatType, TargetDims, drafter_dims, target_dims
 from dspark_trt.engines.device_engines import DeviceEngines, DeviceSessions, open_device_engines
@@ -18,7 +19,12 @@ from dspark_trt.engines.protocol import EngineLimits
 from dspark_trt.engines.reference_weights import ReferenceWeights
 from dspark_trt.engines.torch_errors import torch_errors
 from dspark_trt.engines.torch_heads import TorchSelectSession
-from dspark_trt.engines.torch_sessions import TorchDraftSession, TorchIngestSession, TorchTargetSession
+from dspark_trt.engines.torch_sessions import (
+    TorchDraftSession,
+    TorchIngestSession,
+    TorchTargetSession,
+    context_type,
+)
 from dspark_trt.errors import EnvironmentMissingError
 
 DevicePrecision = Literal["fp32", "bf16", "fp16"]
@@ -85,7 +91,18 @@ def open_reference_sessions(
             ),
             select=TorchSelectSession(of_drafter, device),
         )
+        for weights in (target_weights, drafter_weights):
+            _load(weights)
     return ReferenceSessions(sessions, of_target, of_drafter)
+
+
+def _load(weights: ReferenceWeights) -> None:
+    """Read everything that calls use now, and not in the first call. Sessions hold embeddings and output heads already."""
+    for name in weights.store.names():
+        if name == "fc.weight":
+            weights.typed(name, context_type(weights.element_type))
+        elif name not in (EMBEDDING, HEAD):
+            weights.typed(name, torch.float32 if name.endswith("norm.weight") else weights.element_type)
 
 
 def check_device(device: str) -> None:

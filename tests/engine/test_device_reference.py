@@ -111,6 +111,14 @@ def test_16_bit_engines_decode_as_many_tokens(precision: DevicePrecision, pair: 
     assert [len(outputs[r.request_id]) for r in greedy_requests()] == [r.sampling.max_tokens for r in greedy_requests()]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_no_weight_is_read_in_a_call(precision: DevicePrecision, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first call may be one that is about to be captured; and memory that is not there is missed when engines open."""
+    engines = open_on_cpu(pair, precision)
+    monkeypatch.setattr(type(pair.target.weights), "array", lambda store, name: pytest.fail(f"{name} is read"))
+    tokens_of(device_loop(engines, schedulers(pair.gamma)["fixed 2"]), greedy_requests(max_tokens=8))
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 def test_a_device_that_is_not_there_is_refused(pair: Pair) -> None:
     with pytest.raises(EnvironmentMissingError, match=r"device cuda: PyTorch .* sees no CUDA GPU; install"):
