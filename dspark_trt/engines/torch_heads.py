@@ -20,6 +20,7 @@ from dspark_trt.dims import DrafterDims, FloatType
 from dspark_trt.engines.device_session import Tensors
 from dspark_trt.engines.reference_heads import ReferenceHeads
 from dspark_trt.engines.reference_weights import ReferenceWeights
+from dspark_trt.engines.tensorrt_library import kernel_sm
 from dspark_trt.engines.torch_errors import torch_errors
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.graphs.heads import markov_head_form
@@ -118,13 +119,11 @@ def _compiled(operation: MarkovHeadOperation | PrefixSelectOperation, capability
     except ImportError as error:
         raise _missing(error) from None
     major, minor = capability
-    sm = 10 * major + minor
-    if sm not in SUPPORTED_SMS and major == 8:
-        sm = max(known for known in SUPPORTED_SMS if known <= sm)  # code for 8.x runs on every later 8.y
-    if sm not in SUPPORTED_SMS:
+    sm = kernel_sm(10 * major + minor)
+    if sm is None:
         raise EngineBuildError(
-            f"{operation.name}: expected a GPU of SM {', '.join(map(str, SUPPORTED_SMS))}, found SM {sm}, for which the "
-            "kernels are not compiled; use another GPU, or --backend onnxruntime on the CPU"
+            f"{operation.name}: expected a GPU of SM {', '.join(map(str, SUPPORTED_SMS))}, found SM {major}{minor}, for which "
+            "the kernels are not compiled; use another GPU, or --backend onnxruntime on the CPU"
         )
     return compile_operation(operation, [sm])
 
