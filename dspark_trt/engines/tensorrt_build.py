@@ -64,14 +64,16 @@ def compile_graphs(
     folder: Path,
     settings: CompileSettings,
     *,
+    names: Sequence[str] = GRAPHS,
     progress: Progress = lambda fraction: None,
     listen: Callable[[str], None] | None = None,
 ) -> None:
-    """Compile every graph of tensorrt_profiles.GRAPHS in `graphs`; each gets `{graph}.engine` and `{graph}.json` in `folder`.
+    """Compile graphs of the folder `graphs`; each gets `{graph}.engine` and `{graph}.json` in `folder`.
 
     Where the package measures tactics, `folder` also gets `timing.cache`.
 
     Args:
+        names: of tensorrt_profiles.GRAPHS, which all have to be there.
         progress: told the fraction of the work that is done.
         listen: gets every message of the compiler, and the engines keep their layers' names: for looking into an engine.
 
@@ -81,7 +83,7 @@ def compile_graphs(
     trt = import_library(settings.library)
     targets = compile_targets(settings.library, settings.sms, use_plugins=settings.use_plugins)
     opened = _open(graphs)
-    weights = {graph: weight_bytes(model) for graph, model in opened.models.items()}
+    weights = {graph: weight_bytes(opened.models[graph]) for graph in names}
     check_memory(settings.library, weights, opened.target, opened.drafter, device_bytes=targets.device_bytes)
     bundles = _kernels(opened, targets) if settings.use_plugins else []
     compiler = _Compiler(trt, settings, targets, folder, listen)

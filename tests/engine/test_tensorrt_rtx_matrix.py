@@ -1,0 +1,86 @@
+"""TensorRT-RTX compiles every graph ahead of time for four GPU architectures at once, on a machine without a GPU.
+
+What is shown: parsing without a warning, layer types, types and shapes, code for every architecture in the engine. What is not:
+that an engine runs, for which RTX wants a driver.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from dspark_trt import bindings
+from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.recipe import Precision
+from tests.factories import write_drafter, write_target
+from tests.rtx_graphs import Pair, check_compiled, compile_pair, export, write_large_pair
+
+DRAFTER_GRAPHS = (bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """One form of head, with a family and a precision."""
+
+    head: dict[str, Any]
+    family: Literal["llama", "qwen3"]
+    precision: Precision
+
+    def __str__(self) -> str:
+        return "-".join([*map(str, self.head.values()), self.family, self.precision])
+
+
+TINY = (
+    Tiny({"head_type": "vanilla"}, "llama", "bf16"),
+    Tiny({"head_type": "gated", "embed_head": "different"}, "qwen3", "fp16"),
+    Tiny({"head_type": "rnn", "confidence_bias": False}, "llama", "fp16"),
+    Tiny({"head_type": "vanilla", "confidence": False}, "qwen3", "bf16"),
+    Tiny({"markov_rank": 0}, "llama", "bf16"),
+    Tiny({"markov_rank": 0, "confidence": False}, "qwen3", "fp16"),
+)
+
+
+@pytest.fixture(scope="module", params=TINY, ids=str)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder, case = tmp_path_factory.mktemp("tiny"), request.param
+    target = write_target(folder / "target", family=case.family, layers=3, hidden=64, tied=case.family == "qwen3")
+    drafter = write_drafter(folder / "drafter", target, layers=2, **case.head)
+    return export(target, drafter, folder / "graphs", EngineLimits(3, 48, 16), case.precision)
+
+
+@pytest.mark.parametrize("use_plugins", [True, False], ids=["plugins", "bodies"])
+def test_every_head_compiles(tiny: Pair, use_plugins: bool, tmp_path: Path) -> None:
+    facts = compile_pair(tiny, tmp_path / "engines", use_plugins=use_plugins)
+    check_compiled(facts, tiny, tmp_path / "engines", use_plugins=use_plugins)
+
+
+def compile_elsewhere(pair: Pair, folder: Path, **settings: Any) -> Any:
+    """In a process of its own: a compiler keeps the memory of the largest build."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(partial(compile_pair, pair, folder, **settings)).result()
+
+
+@pytest.mark.demo
+def test_the_demonstration_pair_compiles(demo_target_path: Path, demo_drafter_path: Path, tmp_path: Path) -> None:
+    pair = export(demo_target_path, demo_drafter_path, tmp_path / "graphs", EngineLimits(8, 2048, 256), "fp16")
+    _check_both(pair, tmp_path)
+
+
+def test_a_pair_of_the_shape_of_qwen3_06b_compiles(tmp_path: Path) -> None:
+    target, drafter = write_large_pair(tmp_path)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(32, 4096, 512), "bf16")
+    _check_both(pair, tmp_path)
+
+
+def _check_both(pair: Pair, folder: Path) -> None:
+    """With plugins and without. The target has no plugin node, so that it is the same graph both times."""
+    facts = compile_elsewhere(pair, folder / "plugins", use_plugins=True)
+    check_compiled(facts, pair, folder / "plugins", use_plugins=True)
+    facts = compile_elsewhere(pair, folder / "bodies", use_plugins=False, names=DRAFTER_GRAPHS)
+    check_compiled(facts, pair, folder / "bodies", use_plugins=False)
