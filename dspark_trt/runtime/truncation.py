@@ -64,14 +64,15 @@ def _keep_top_p(weights: Array, top_p: Sequence[float]) -> None:
     xp = array_namespace(weights)
     total = xp.sum(weights, axis=-1, keepdims=True)
     # all tokens up to this weight together have at most the mass 1 - top_p: none of them can be kept
-    floor = xp.clip(total * _column([(1.0 - each) / weights.shape[-1] for each in top_p], weights), None, MAX_FLOOR)
+    floor = total * _column([(1.0 - each) / weights.shape[-1] for each in top_p], weights)
+    floor = xp.where(floor < MAX_FLOOR, floor, MAX_FLOOR)
     ordered = largest_above(weights, floor)
     mass_before = xp.cumulative_sum(ordered, axis=-1, dtype=xp.float64) - ordered
     is_kept = (mass_before < total * _column(top_p, weights)) & (ordered > floor)
     is_kept[:, 0] = True
     smallest = xp.min(xp.where(is_kept, ordered, 1.0), axis=-1, keepdims=True)
     weights[:] = xp.where(weights < smallest, 0.0, weights)
-    if bool(xp.any((ordered >= smallest) & ~is_kept)):
+    if xp.any((ordered >= smallest) & ~is_kept):
         num_ties_kept = xp.count_nonzero(is_kept & (ordered == smallest), axis=-1, keepdims=True)
         is_tie = weights == smallest
         rank = xp.cumulative_sum(is_tie, axis=-1, dtype=xp.int64)
