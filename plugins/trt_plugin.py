@@ -68,8 +68,9 @@ def register(
 
 
 def unregister(trt: Any, name: str) -> None:
-    """From now on the parser inlines the function body of such nodes."""
-    trt.get_plugin_registry().deregister_creator(_registered(trt).pop(name))
+    """From now on the parser inlines the function body of such nodes. Does nothing where it was not registered."""
+    if (creator := _registered(trt).pop(name, None)) is not None:
+        trt.get_plugin_registry().deregister_creator(creator)
 
 
 def plugin_type(trt: Any) -> type:

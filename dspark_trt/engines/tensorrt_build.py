@@ -8,18 +8,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import onnx
-from dspark_trt_plugins.bundle import KernelBundle
-from dspark_trt_plugins.registry import check_kernels, operations_in, register_plugins, unregister_plugins
+from dspark_trt_plugins.registry import register_plugins, unregister_plugins
 
 from dspark_trt import bindings
-from dspark_trt.dims import DrafterDims, TargetDims, drafter_dims_from_metadata, target_dims_from_metadata
 from dspark_trt.engines.tensorrt_facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
-from dspark_trt.engines.tensorrt_library import LIBRARIES, BuildLog, Library, check_library, import_library
+from dspark_trt.engines.tensorrt_graphs import OpenedGraphs, compile_kernels, metadata_of, open_graphs
+from dspark_trt.engines.tensorrt_library import (
+    LIBRARIES,
+    BuildLog,
+    Library,
+    check_library,
+    import_library,
+    warn_of_slow_mixtures,
+)
 from dspark_trt.engines.tensorrt_memory import check_memory, weight_bytes
 from dspark_trt.engines.tensorrt_network import check_layers, count_layers, parse_graph
 from dspark_trt.engines.tensorrt_profiles import GRAPHS, Profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt_progress import BuildMonitor, Progress
+from dspark_trt.engines.tensorrt_queries import hold_queries
 from dspark_trt.engines.tensorrt_targets import CompileTargets, compile_targets
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import get_logger
@@ -49,16 +55,6 @@ class CompileSettings:
     known_timings: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Graphs:
-    """The graphs of a build, without their weights."""
-
-    folder: Path
-    models: dict[str, onnx.ModelProto]
-    target: TargetDims
-    drafter: DrafterDims
-
-
 def compile_graphs(
     graphs: Path,
     folder: Path,
@@ -82,14 +78,16 @@ def compile_graphs(
     """
     trt = import_library(settings.library)
     targets = compile_targets(settings.library, settings.sms, use_plugins=settings.use_plugins)
-    opened = _open(graphs)
+    warn_of_slow_mixtures(settings.library, targets.sms)
+    opened = open_graphs(graphs)
     weights = {graph: weight_bytes(opened.models[graph]) for graph in names}
     check_memory(settings.library, weights, opened.target, opened.drafter, device_bytes=targets.device_bytes)
-    bundles = _kernels(opened, targets) if settings.use_plugins else []
+    bundles = compile_kernels(opened.models.values(), targets.kernel_sms) if settings.use_plugins else []
     compiler = _Compiler(trt, settings, targets, folder, listen)
     costs = {graph: size + _SMALL_GRAPH_BYTES for graph, size in weights.items()}
     done, total = 0, sum(costs.values())
     try:
+        unregister_plugins(trt)  # an opened runtime has registered them, without kernels
         if settings.use_plugins:
             register_plugins(trt, bundles)
         for graph, cost in costs.items():
@@ -103,54 +101,7 @@ def compile_graphs(
             done += cost
             tell(0.0, done)
     finally:
-        if settings.use_plugins:
-            unregister_plugins(trt)
-
-
-def _open(folder: Path) -> _Graphs:
-    """Raises EngineBuildError when a graph is missing, not one of ours, or not made for TensorRT."""
-    models = {}
-    for graph in GRAPHS:
-        path = folder / graph
-        if not path.is_file():
-            raise EngineBuildError(f"{path} does not exist; run `dspark-trt build` again")
-        models[graph] = onnx.load(path, load_external_data=False)
-    metadata = {graph: _metadata(model) for graph, model in models.items()}
-    target = target_dims_from_metadata(metadata[bindings.TARGET_GRAPH], str(folder / bindings.TARGET_GRAPH))
-    drafter = drafter_dims_from_metadata(metadata[bindings.DRAFT_GRAPH], str(folder / bindings.DRAFT_GRAPH))
-    for graph, dims in ((bindings.TARGET_GRAPH, target), (bindings.DRAFT_GRAPH, drafter)):
-        if dims.attention != "standard" or dims.element_type == "float32":
-            raise EngineBuildError(
-                f"{folder / graph}: expected `standard` attention in bf16 or fp16, which is what TensorRT compiles, found "
-                f"{dims.attention} in {dims.element_type}; export the graphs for TensorRT"
-            )
-    return _Graphs(folder, models, target, drafter)
-
-
-def _metadata(model: onnx.ModelProto) -> dict[str, str]:
-    return {entry.key: entry.value for entry in model.metadata_props}
-
-
-def _kernels(opened: _Graphs, targets: CompileTargets) -> list[KernelBundle]:
-    """Machine code of the plugins' kernels, for every form in the graphs.
-
-    Raises EnvironmentMissingError when Triton is missing, EngineBuildError when it cannot compile them.
-    """
-    try:
-        from dspark_trt_plugins.compile import compile_operation
-    except ImportError as error:
-        raise EnvironmentMissingError(
-            f"the kernels of the plugins are compiled by the package triton, which cannot be imported ({error}); install it: "
-            "pip install triton==3.9.0"
-        ) from None
-    bundles: list[KernelBundle] = []
-    try:
-        for model in opened.models.values():
-            bundles += [compile_operation(operation, targets.kernel_sms) for operation in operations_in(model)]
-            check_kernels(model, bundles)
-    except (ValueError, RuntimeError) as error:
-        raise EngineBuildError(f"the kernels of the plugins cannot be compiled: {error}") from error
-    return bundles
+        unregister_plugins(trt)
 
 
 class _Compiler:
@@ -181,14 +132,19 @@ class _Compiler:
         if settings.known_timings is not None and settings.known_timings.is_file():
             self._timings = settings.known_timings.read_bytes()
 
-    def compile(self, opened: _Graphs, graph: str, progress: Progress) -> None:
+    def compile(self, opened: OpenedGraphs, graph: str, progress: Progress) -> None:
         """Raises EngineBuildError naming the graph, with the compiler's own words."""
         start = time.perf_counter()
         trt, settings, model = self._trt, self._settings, opened.models[graph]
-        network = parse_graph(trt, self._builder, opened.folder / graph, self._log)
+        held: tuple[bindings.Binding, ...] = ()
+        if LIBRARIES[settings.library].holds_queries:
+            gamma = opened.drafter.gamma
+            longest = {bindings.DECODE: gamma + 1, bindings.CONTEXT: gamma}
+            model, held = hold_queries(model, longest, opened.target.element_type)
+        network = parse_graph(trt, self._builder, model, opened.folder / graph, self._log)
         check_layers(network, model, graph, use_plugins=settings.use_plugins)
         profiles = graph_profiles(graph, opened.target.limits, opened.drafter.gamma)
-        config = self._config(profiles, graph_inputs(graph, opened.target, opened.drafter))
+        config = self._config(profiles, (*graph_inputs(graph, opened.target, opened.drafter), *held))
         monitor = BuildMonitor(trt, progress)
         config.progress_monitor = monitor.monitor
         engine = self._builder.build_serialized_network(network, config)
@@ -208,7 +164,7 @@ class _Compiler:
             sms=self._targets.sms,
             use_plugins=settings.use_plugins,
             profiles=profiles,
-            metadata=_metadata(model),
+            metadata=metadata_of(model),
             layers=count_layers(network),
             warnings=problems,
             weight_bytes=weight_bytes(model),

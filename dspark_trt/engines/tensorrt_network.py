@@ -21,8 +21,8 @@ _PLUGIN_LAYER = "PLUGIN_V3"
 _CACHE_LAYER = "KV_CACHE_UPDATE"
 
 
-def parse_graph(trt: Any, builder: Any, path: Path, log: BuildLog) -> Any:
-    """The network of a graph file; weights are read from the files beside it.
+def parse_graph(trt: Any, builder: Any, model: onnx.ModelProto, path: Path, log: BuildLog) -> Any:
+    """The network of a graph; weights are read from the files beside `path`, which is where the graph stands.
 
     Raises EngineBuildError, naming the graph and quoting the parser, on any error or unexpected warning.
     """
@@ -30,7 +30,7 @@ def parse_graph(trt: Any, builder: Any, path: Path, log: BuildLog) -> Any:
     network = builder.create_network(0 if flags is None else 1 << int(flags))
     parser = trt.OnnxParser(network, log.logger)
     log.take()
-    is_parsed = parser.parse_from_file(str(path))
+    is_parsed = parser.parse(model.SerializeToString(), str(path))
     errors = [_described(parser.get_error(index)) for index in range(parser.num_errors)]
     if not is_parsed or errors:
         raise EngineBuildError(
@@ -69,8 +69,11 @@ def check_layers(network: Any, model: onnx.ModelProto, graph: str, *, use_plugin
         if str(layer.type).endswith(_CACHE_LAYER):
             updated.add((layer.get_input(0).name, layer.get_output(0).name))
     scattered = {(node.input[0], node.output[0]) for node in model.graph.node if node.op_type == "TensorScatter"}
+    outputs = {info.name for info in model.graph.output}
     expected = {
-        (name, bindings.cache_output(name)) for name in (info.name for info in model.graph.input) if "_cache." in name
+        (info.name, bindings.cache_output(info.name))
+        for info in model.graph.input
+        if bindings.cache_output(info.name) in outputs
     }
     if not (updated == scattered == expected):
         wrong = sorted(updated ^ expected) or sorted(scattered ^ expected)

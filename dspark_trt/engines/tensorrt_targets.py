@@ -28,9 +28,7 @@ def compile_targets(library: Library, sms: tuple[int, ...], *, use_plugins: bool
         return _targets(library, tuple(sorted(set(sms))), None, use_plugins)
     gpu = look_for_gpu()
     if not isinstance(gpu, Gpu):
-        elsewhere = (
-            "or give --compute-capability" if LIBRARIES[library].takes_sms else "or build on its host"
-        )
+        elsewhere = "or give --compute-capability" if LIBRARIES[library].takes_sms else "or build on its host"
         raise EnvironmentMissingError(
             f"{library} compiles for the GPU here, and there is {gpu}; {gpu.fix}, {elsewhere}"
         )

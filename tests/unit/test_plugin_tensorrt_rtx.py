@@ -137,6 +137,7 @@ def test_nodes_become_plugin_layers_and_the_engine_holds_their_kernels(
 
 @pytest.mark.parametrize("model", CASES, indirect=True, ids=str)
 def test_without_plugins_the_function_bodies_become_native_layers(trt: Any, model: onnx.ModelProto) -> None:
+    unregister_plugins(trt)  # of a runtime that other tests opened in this process
     log = Log(trt)
     layers, engine = build(trt, model, log)
     assert trt.LayerType.PLUGIN_V3 not in layers
