@@ -156,6 +156,11 @@ class _Compiler:
                 f"{' '.join(map(str, self._targets.sms))}: {'; '.join(problems) or 'it gives no reason'}; if memory was short "
                 f"lower --max-slots or --max-seq-len, else report this, with the version of {settings.library}"
             )
+        if dropped := [problem for problem in problems if "Unused Input" in problem]:
+            raise EngineBuildError(
+                f"{graph}: {settings.library} {trt.__version__} would not compute what the graph says: {'; '.join(dropped)}; "
+                f"report this, with the version of {settings.library}"
+            )
         with memoryview(engine) as data:
             engine_path(self._folder, graph).write_bytes(data)
         facts = EngineFacts(

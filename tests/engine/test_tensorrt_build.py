@@ -1,0 +1,195 @@
+"""What a build for TensorRT refuses, and that it can: each refusal is provoked with the real compiler."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from dspark_trt_plugins.markov_head.form import MarkovHeadForm
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
+from dspark_trt_plugins.registry import unregister_plugins
+from onnx import TensorProto, helper, numpy_helper
+
+from dspark_trt import bindings, host
+from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.engines.tensorrt_build import CompileSettings, compile_graphs
+from dspark_trt.engines.tensorrt_facts import engine_path, read_facts
+from dspark_trt.engines.tensorrt_library import BuildLog, import_library
+from dspark_trt.engines.tensorrt_network import check_layers, parse_graph
+from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
+from tests.factories import write_drafter, write_target
+from tests.plugin_graphs import draft_and_select_model
+from tests.rtx_graphs import Pair, export
+
+ONLY_SELECT = (bindings.SELECT_GRAPH,)
+RTX_89 = CompileSettings("tensorrt_rtx", (89,))
+CACHE = "decode.key_cache.0"
+
+
+@pytest.fixture(scope="module")
+def trt() -> Any:
+    return import_library("tensorrt_rtx")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    target = write_target(folder / "target", layers=1, hidden=64)
+    return target, write_drafter(folder / "drafter", target, layers=1, taps=(0,))
+
+
+@pytest.fixture(scope="module")
+def pair(checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return export(*checkpoints, tmp_path_factory.mktemp("pair") / "graphs", EngineLimits(2, 32, 16), "bf16")
+
+
+def attention_model(*, inputs: list[str], written: str = "TensorScatter") -> onnx.ModelProto:
+    """Keys enter a cache and are attended to, as values too."""
+    cache, step = ["B", 2, 64, 16], ["B", 2, "S", 16]
+    given = [("query", step), ("key", step), (CACHE, cache)]
+    lengths = [("past", TensorProto.INT64, ["B"]), ("lengths", TensorProto.INT64, ["B"])]
+    nodes = [
+        helper.make_node("TensorScatter", [CACHE, "key", "past"], ["updated"], axis=2),
+        helper.make_node(
+            "Mul" if written == "Mul" else "Identity", ["updated", "half"][: 1 + (written == "Mul")], [f"{CACHE}.out"]
+        ),
+        helper.make_node("Attention", inputs, ["attended"]),
+    ]
+    if written == "TensorScatter":
+        nodes[:2] = [helper.make_node("TensorScatter", [CACHE, "key", "past"], [f"{CACHE}.out"], axis=2)]
+    half = numpy_helper.from_array(np.array(0.5, np.float16), "half")
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT16, shape) for name, shape in given]
+    values += [helper.make_tensor_value_info(*value) for value in lengths]
+    outputs = [helper.make_tensor_value_info("attended", TensorProto.FLOAT16, step)]
+    outputs.append(helper.make_tensor_value_info(f"{CACHE}.out", TensorProto.FLOAT16, cache))
+    graph = helper.make_graph(nodes, "attention", values, outputs, [half])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=11)
+
+
+def parsed(trt: Any, model: onnx.ModelProto) -> Any:
+    log = BuildLog(trt)
+    return parse_graph(trt, trt.Builder(log.logger), model, Path("attention.onnx"), log)
+
+
+def test_what_the_parser_drops_is_an_error(trt: Any) -> None:
+    """It knows no nonpad_kv_seqlen, parses without a word, and would attend to the whole cache."""
+    keys = f"{CACHE}.out"
+    model = attention_model(inputs=["query", keys, keys, "", "", "", "lengths"])
+    network = parsed(trt, model)
+    with pytest.raises(
+        EngineBuildError, match=r"attention\.onnx: .*expected Attention with a mask alone, found \['lengths'\]"
+    ):
+        check_layers(network, model, "attention.onnx", use_plugins=True)
+    model = attention_model(inputs=["query", keys, keys])
+    with pytest.raises(EngineBuildError, match=r"attention\.onnx: .*no layer reads \['lengths'\]"):
+        check_layers(network, model, "attention.onnx", use_plugins=True)
+    model.graph.node[-1].attribute.append(helper.make_attribute("is_causal", 1))
+    with pytest.raises(EngineBuildError, match=r"found \['is_causal'\]"):
+        check_layers(network, model, "attention.onnx", use_plugins=True)
+
+
+def test_an_operator_that_it_does_not_know_is_an_error(trt: Any) -> None:
+    model = attention_model(inputs=["query", "key", "key"])
+    model.graph.node[-1].op_type = "StringNormalizer"
+    with pytest.raises(EngineBuildError, match=r"attention\.onnx: .* cannot parse the graph: .*StringNormalizer"):
+        parsed(trt, model)
+
+
+@pytest.mark.parametrize("written", ["Identity", "Mul"])
+def test_a_cache_that_is_not_its_own_output_is_an_error(trt: Any, written: str) -> None:
+    model = attention_model(inputs=["query", "updated", "updated"], written=written)
+    del model.graph.input[-1]  # unused
+    with pytest.raises(EngineBuildError, match=r"expected every cache to be updated in place"):
+        check_layers(parsed(trt, model), model, "attention.onnx", use_plugins=True)
+
+
+def test_a_node_that_the_plugin_did_not_take_is_an_error(trt: Any) -> None:
+    unregister_plugins(trt)
+    model = draft_and_select_model(MarkovHeadForm(3, 100, 16, hidden_size=64), PrefixSelectForm(3, "lagged_budget"))
+    network = parsed(trt, model)
+    check_layers(network, model, "draft.onnx", use_plugins=False)
+    with pytest.raises(EngineBuildError, match=r"draft\.onnx: expected 2 plugin layers for .*, found 0"):
+        check_layers(network, model, "draft.onnx", use_plugins=True)
+
+
+def test_a_failing_build_says_what_the_compiler_said(pair: Pair, tmp_path: Path) -> None:
+    settings = CompileSettings("tensorrt_rtx", (75,), use_plugins=False)  # which has no bfloat16
+    with pytest.raises(
+        EngineBuildError, match=r"target\.onnx: tensorrt_rtx 1\.7\S* cannot compile .* SM 75: .*sm75.*b16"
+    ):
+        compile_graphs(pair.graphs, tmp_path, settings, names=(bindings.TARGET_GRAPH,))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_rises_to_the_end_and_an_interruption_ends_the_build(pair: Pair, tmp_path: Path) -> None:
+    told: list[float] = []
+    (tmp_path / "none").mkdir()
+    compile_graphs(pair.graphs, tmp_path, RTX_89, progress=told.append)
+    assert told == sorted(told)
+    assert len(set(told)) > 100
+    assert told[-1] == 1.0
+    with pytest.raises(KeyboardInterrupt):
+        compile_graphs(pair.graphs, tmp_path / "none", RTX_89, progress=interrupt_beyond(0.15))
+    assert not engine_path(tmp_path / "none", bindings.TARGET_GRAPH).exists()
+
+
+def interrupt_beyond(limit: float) -> Callable[[float], None]:
+    def progress(fraction: float) -> None:
+        if fraction > limit:
+            raise KeyboardInterrupt
+
+    return progress
+
+
+def test_facts_are_read_back(pair: Pair, tmp_path: Path) -> None:
+    compile_graphs(pair.graphs, tmp_path, CompileSettings("tensorrt_rtx", (120, 89, 89)), names=ONLY_SELECT)
+    facts = read_facts(tmp_path, bindings.SELECT_GRAPH)
+    assert (facts.sms, facts.library, facts.layers) == ((89, 120), "tensorrt_rtx", {"PLUGIN_V3": 1})
+    assert [profile.name for profile in facts.profiles] == ["select"]
+    with pytest.raises(EngineBuildError, match=r"target\.json cannot be read.*run `dspark-trt build` again"):
+        read_facts(tmp_path, bindings.TARGET_GRAPH)
+
+
+def test_graphs_that_are_missing_or_of_another_backend_are_refused(
+    pair: Pair, checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
+    in_float32 = export(*checkpoints, tmp_path / "graphs", EngineLimits(2, 32, 16), "fp32")
+    with pytest.raises(
+        EngineBuildError, match=r"expected `standard` attention in bf16 or fp16, .* found standard in float32"
+    ):
+        compile_graphs(in_float32.graphs, tmp_path, RTX_89)
+    (in_float32.graphs / bindings.SELECT_GRAPH).unlink()
+    with pytest.raises(EngineBuildError, match=r"prefix_select\.onnx does not exist; run"):
+        compile_graphs(in_float32.graphs, tmp_path, RTX_89)
+
+
+def test_a_build_that_cannot_fit_is_refused_before_it_starts(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "memory_bytes", lambda: 1 << 10)
+    with pytest.raises(
+        EngineBuildError, match=r"compiling \w+\.onnx .* 0\.0 GiB of host memory \(4 times .* smaller target"
+    ):
+        compile_graphs(pair.graphs, tmp_path, RTX_89)
+
+
+def test_kernels_need_triton(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "dspark_trt_plugins.compile", raising=False)
+    with pytest.raises(EnvironmentMissingError, match=r"package triton, .*pip install .*triton=="):
+        compile_graphs(pair.graphs, tmp_path, RTX_89, names=ONLY_SELECT)
+
+
+@pytest.mark.parametrize(("sms", "is_told"), [((86, 89), True), ((89, 120), False), ((80, 86), False)])
+def test_a_mixture_of_gpus_that_slows_some_is_told(
+    pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture, sms: tuple[int, ...], is_told: bool
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        compile_graphs(pair.graphs, tmp_path, CompileSettings("tensorrt_rtx", sms, False), names=ONLY_SELECT)
+    assert ("for speed build for SM 89 alone" in caplog.text) == is_told
