@@ -2,7 +2,7 @@
 
     build_scripts/gpu_check.sh [--output perf/results/gpu_check_h200.json] [--seconds 470]
 
-| part | what it shows | needs besides torch for CUDA, triton, cuda-bindings, pytest |
+| part | what it shows | needs besides torch for CUDA, triton, cuda-bindings, pytest, onnx |
 |---|---|---|
 | kernels | both plugins' kernels against their references, in CUDA graphs, with poisoned surroundings | |
 | device sessions | the graphs in PyTorch with the compiled kernels: against the CPU, in CUDA graphs | the package's own dependencies |
@@ -37,18 +37,10 @@ from typing import Any, Literal
 REPOSITORY = Path(__file__).parent.parent
 TESTS = REPOSITORY / "tests" / "gpu"
 DEFAULT_SECONDS = 470.0
-RTX_WITHOUT_CODE = (90, 100)  # SMs that TensorRT-RTX does not target
-KERNEL_MODULES = ("numpy", "torch", "triton", "cuda.bindings", "pytest", "ml_dtypes")
-RUNTIME_MODULES = (
-    *KERNEL_MODULES,
-    "array_api_compat",
-    "gguf",
-    "jinja2",
-    "onnx",
-    "pydantic",
-    "safetensors",
-    "tokenizers",
-)
+RTX_WITHOUT_CODE = (90, 100, 103, 110)  # SMs that TensorRT-RTX does not target
+# What the parts import, on a host with nothing else
+KERNEL_MODULES = ("numpy", "torch", "triton", "cuda.bindings", "pytest", "ml_dtypes", "onnx")
+RUNTIME_MODULES = (*KERNEL_MODULES, "array_api_compat", "gguf", "pydantic", "safetensors", "yaml")
 VERSIONS = ("torch", "triton", "cuda-bindings", "numpy", "tensorrt", "tensorrt-rtx-cu13")
 
 

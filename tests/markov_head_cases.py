@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.markov_head.function_body import DOMAIN, OPSET, markov_head_function, markov_head_node
 from dspark_trt_plugins.markov_head.reference import MarkovHeadOutput
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
-from scipy import stats
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -82,6 +80,8 @@ def run_function(form: MarkovHeadForm, weights: Arrays, inputs: Arrays) -> Marko
 
 
 def run_model(model: onnx.ModelProto, inputs: Arrays) -> list[NDArray[Any]]:
+    import onnxruntime  # not on every GPU host, nor is SciPy
+
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -91,6 +91,8 @@ def run_model(model: onnx.ModelProto, inputs: Arrays) -> list[NDArray[Any]]:
 
 def assert_draws_follow(ids: NDArray[np.int64], logits: NDArray[Any], temperature: float) -> None:
     """χ² of drawn ids [n] against softmax(logits / temperature); a correct sampler fails with probability 1e-6."""
+    from scipy import stats
+
     tempered = logits.astype(np.float64) / temperature
     expected = np.exp(tempered - tempered.max())
     expected *= len(ids) / expected.sum()

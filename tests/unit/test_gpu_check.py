@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from gpu_check import PARTS, Part, Result, main, missing_modules, reason_not_to_run, run_part, table
+from gpu_check import PARTS, RUNTIME_MODULES, Part, Result, main, missing_modules, reason_not_to_run, run_part, table
 
 REPOSITORY = Path(__file__).parents[2]
+# Of the package, its backends and its tests: a GPU host need not have them
+OTHER_PACKAGES = "hypothesis huggingface_hub jinja2 onnxruntime rich scipy tokenizers transformers tritonclient typer"
+IMPORT_WITHOUT = """
+import runpy, sys
+class Missing:
+    def find_spec(name, path=None, target=None):
+        if name.split(".")[0] in sys.argv[2].split():
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Missing)
+runpy.run_path(sys.argv[1], run_name="imported")
+"""
 
 
 def part(folder: Path, name: str, text: str) -> Part:
@@ -20,6 +32,16 @@ def part(folder: Path, name: str, text: str) -> Part:
 def test_every_part_is_there() -> None:
     for each in PARTS:
         assert each.file.exists(), each.file
+
+
+@pytest.mark.parametrize("name", [each.name for each in PARTS if not each.needs_tensorrt])
+def test_a_part_imports_nothing_that_its_check_does_not_ask_for(name: str) -> None:
+    (each,) = (each for each in PARTS if each.name == name)
+    lacking = {*OTHER_PACKAGES.split(), *RUNTIME_MODULES} - set(each.modules)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "perf")])}
+    command = [sys.executable, "-c", IMPORT_WITHOUT, str(each.file), " ".join(lacking)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_counts_of_a_test_file_are_reported(tmp_path: Path) -> None:
