@@ -108,7 +108,7 @@ def _classes(trt: Any) -> tuple[type, type]:
             self.num_outputs = len(operation.outputs)
             self.operation = operation
             self.bundle = bundle
-            self.kernels: Any = None
+            self.loaded: list[Any] = []  # LoadedKernels, shared by all clones: they are never unloaded
             self._fields = _fields(trt, operation, bundle)
 
         def get_capability_interface(self, capability: Any) -> Any:
@@ -116,7 +116,7 @@ def _classes(trt: Any) -> tuple[type, type]:
 
         def clone(self) -> Any:
             copy = Plugin(self.operation, self.bundle)
-            copy.kernels = self.kernels
+            copy.loaded = self.loaded
             return copy
 
         def get_output_data_types(self, input_types: Any) -> list[Any]:
@@ -158,12 +158,17 @@ def _classes(trt: Any) -> tuple[type, type]:
         def get_fields_to_serialize(self) -> Any:
             return trt.PluginFieldCollection([field for field, _ in self._fields])
 
-        def attach_to_context(self, context: Any) -> Any:
+        def kernels(self) -> Any:
+            """Loaded for the GPU of the current CUDA context, at the first call."""
             from dspark_trt_plugins.launch import LoadedKernels
 
-            copy = self.clone()
-            copy.kernels = copy.kernels or LoadedKernels(self.operation, self.bundle)
-            return copy
+            if not self.loaded:
+                self.loaded.append(LoadedKernels(self.operation, self.bundle))
+            return self.loaded[0]
+
+        def attach_to_context(self, context: Any) -> Any:
+            self.kernels()  # not within a graph capture; a builder that times the plugin need not attach it
+            return self.clone()
 
         def on_shape_change(self, inputs: Any, outputs: Any) -> None:
             extents_of(self.operation.inputs, [list(description.dims) for description in inputs])
@@ -178,7 +183,7 @@ def _classes(trt: Any) -> tuple[type, type]:
             names = [tensor.name for tensor in (*operation.inputs, *operation.outputs)]
             pointers = dict(zip(names, (*inputs, *outputs), strict=True))
             pointers |= workspace_pointers(operation.workspace, extents, workspace)
-            self.kernels.enqueue(extents, pointers, stream)
+            self.kernels().enqueue(extents, pointers, stream)
 
     class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
         def __init__(self, name: str, form_type: type[Any], factory: OperationFactory) -> None:

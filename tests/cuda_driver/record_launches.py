@@ -1,6 +1,6 @@
 """Launch a compiled operation on the recording driver and print what it wrote down.
 
-python -m tests.cuda_driver.record_launches DRIVER_LIBRARY launcher|plugin BUNDLE STREAM
+python -m tests.cuda_driver.record_launches DRIVER_LIBRARY WAY BUNDLE STREAM
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,10 +47,13 @@ def launch(operation: Operation, bundle: KernelBundle, stream: int) -> None:
     LoadedKernels(operation, bundle).enqueue(EXTENTS, pointers, stream)
 
 
-def launch_by_plugin(operation: Operation, bundle: KernelBundle, stream: int) -> None:
+def launch_by_plugin(operation: Operation, bundle: KernelBundle, stream: int, *, is_attached: bool = True) -> None:
     from dspark_trt_plugins.trt_plugin import load_tensorrt, plugin_type
 
-    plugin = plugin_type(load_tensorrt("tensorrt_rtx"))(operation, bundle).attach_to_context(None)
+    plugin = plugin_type(load_tensorrt("tensorrt_rtx"))(operation, bundle)
+    if is_attached:
+        plugin.attach_to_context(None)  # one of many contexts
+        plugin = plugin.attach_to_context(None)
     inputs, outputs = (
         [SimpleNamespace(dims=tensor.shape_in(EXTENTS)) for tensor in tensors]
         for tensors in (operation.inputs, operation.outputs)
@@ -63,9 +67,12 @@ def main(library: str, way: str, bundle_path: str, stream: str) -> None:
     driver.driver_log.restype = ctypes.c_char_p
     bundle = read_bundle(Path(bundle_path))
     operation = markov_head(bundle.attributes)
-    {"launcher": launch, "plugin": launch_by_plugin}[way](
-        operation, with_parameter_types(operation, bundle), int(stream)
-    )
+    ways = {
+        "launcher": launch,
+        "plugin": launch_by_plugin,
+        "plugin that a builder times": partial(launch_by_plugin, is_attached=False),
+    }
+    ways[way](operation, with_parameter_types(operation, bundle), int(stream))
     print(driver.driver_log().decode(), end="")
 
 

@@ -80,9 +80,12 @@ def record(
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("way", ["launcher", "plugin"])
+@pytest.mark.parametrize("way", ["launcher", "plugin", "plugin that a builder times"])
 def test_launches_carry_the_right_parameters_in_order(way: str, driver: Path, tmp_path: Path) -> None:
-    """Three requests: inputs are numbered as the node's, outputs behind them, the workspace as the operation lays it out."""
+    """Three requests: inputs are numbered as the node's, outputs behind them, the workspace as the operation lays it out.
+
+    Kernels are loaded once, however many contexts a plugin is attached to.
+    """
     result = record(driver, way, BUNDLE, tmp_path)
     assert result.returncode == 0, result.stderr
     operation = markov_head(FORM)
