@@ -81,8 +81,10 @@ class TensorRTRuntime:
             return
         self._stream = self._stream or torch.cuda.Stream(self.device)
         self._stream.wait_stream(current)
-        yield self._stream.cuda_stream
-        current.wait_stream(self._stream)
+        try:
+            yield self._stream.cuda_stream
+        finally:  # a call that fails may have enqueued a part of itself
+            current.wait_stream(self._stream)
 
     def failure(self, what: str) -> EngineBuildError:
         """With TensorRT's own words, which it logs and does not raise."""
