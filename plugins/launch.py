@@ -154,7 +154,8 @@ class TorchOperation:
         workspace = torch.empty(size, dtype=torch.uint8, device=device)
         pointers = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         pointers |= workspace_pointers(operation.workspace, extents, workspace.data_ptr())
-        self._kernels.enqueue(extents, pointers, torch.cuda.current_stream(device).cuda_stream)
+        with torch.cuda.device(device):  # a stream 0 is the current device's, and kernels are loaded for this one
+            self._kernels.enqueue(extents, pointers, torch.cuda.current_stream(device).cuda_stream)
         return {tensor.name: tensors[tensor.name] for tensor in operation.outputs}
 
     def _check(self, tensor: Tensor, value: Any, extents: Extents) -> None:
