@@ -188,7 +188,9 @@ class _Compiler:
             for index, sm in enumerate(self._targets.sms):
                 config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index)
         if facts.has_timing_cache:
-            config.set_timing_cache(config.create_timing_cache(self._timings), ignore_mismatch=False)
+            for timings in (self._timings, b""):  # those of another GPU or version are refused
+                if config.set_timing_cache(config.create_timing_cache(timings), ignore_mismatch=False):
+                    break
         if self._is_detailed:
             config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         for profile in profiles:
