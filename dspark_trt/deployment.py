@@ -11,7 +11,8 @@ from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
 from dspark_trt.engines.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.engines.registry import check_device, open_engines
-from dspark_trt.manifest import check_chain, check_outputs, read_manifest, read_summary
+from dspark_trt.finished import read_finished
+from dspark_trt.manifest import check_outputs
 from dspark_trt.recipe import BuildRecipe
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
@@ -66,9 +67,7 @@ def load_deployment(folder: Path) -> Deployment:
     Raises ManifestError when the build is unfinished, edited or mixed from several builds; EnvironmentMissingError when the
     engine's package or GPU is missing; EngineBuildError when an engine cannot be opened.
     """
-    summary = read_summary(folder)
-    stages = {name: read_manifest(folder / name) for name in summary.stages}
-    check_chain(folder, summary, stages)
+    summary, stages = read_finished(folder)
     check_device(folder)  # before the files of an engine of many gigabytes are looked at
     for name, manifest in stages.items():
         if name != "triton_model_repo":  # an operator may edit its config.pbtxt

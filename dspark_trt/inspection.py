@@ -8,7 +8,8 @@ from typing import Any
 
 from dspark_trt.engines.registry import read_engine_settings
 from dspark_trt.errors import ManifestError
-from dspark_trt.manifest import check_chain, check_outputs, read_manifest, read_summary
+from dspark_trt.finished import read_finished
+from dspark_trt.manifest import check_outputs
 from dspark_trt.recipe import Precision
 
 NUMERIC_NOTES: dict[Precision | None, str] = {
@@ -26,9 +27,7 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
 
     Raises ManifestError when the directory is not a finished build, or a file or a link of the chain does not match.
     """
-    summary = read_summary(folder)
-    stages = {name: read_manifest(folder / name) for name in summary.stages}
-    check_chain(folder, summary, stages)
+    summary, stages = read_finished(folder)
     for name, manifest in stages.items():
         check_outputs(folder / name, manifest, verify=verify)
     engine = read_engine_settings(folder)

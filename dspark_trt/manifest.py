@@ -164,7 +164,7 @@ def check_chain(build: Path, summary: BuildSummary, stages: Mapping[str, StageMa
             if key != manifest.key:
                 raise ManifestError(
                     f"{build / name}: key {manifest.key[:16]}… does not match {key[:16]}… of {said_by}: the stage comes from "
-                    "another build or was edited; run `dspark-trt build` again"
+                    "another build or was edited, or a build was not finished here; run `dspark-trt build` again"
                 )
 
 

@@ -19,8 +19,11 @@ from dspark_trt.environment import DEVICE_DISTRIBUTIONS, installed_versions
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.gpu import Gpu
 from dspark_trt.graphs.drafter import write_drafter_graphs
+from dspark_trt.graphs.files import check_limits
+from dspark_trt.graphs.heads import check_top_n
 from dspark_trt.graphs.select import write_select_graph
 from dspark_trt.graphs.target import write_target_graph
+from dspark_trt.interrupts import deferred_interrupt
 from dspark_trt.packaging.model_repo import DEFAULT_SCHEDULER, write_model_repo
 from dspark_trt.steptable.profile import profile
 
@@ -74,6 +77,9 @@ def _make_checkpoints(context: Context, folder: Path, progress: StageProgress) -
 def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> None:
     target, drafter, precision = context.target, context.drafter, context.precision
     limits, is_on_device = context.limits, context.is_on_device
+    # what does not fit the drafter is said before the target's weights are written
+    check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
+    check_top_n(drafter.spec, context.recipe.markov_top_n)
     write_target_graph(
         target,
         folder,
@@ -108,7 +114,13 @@ def _make_engines(context: Context, folder: Path, progress: StageProgress) -> No
             context.recipe.compute_capabilities,
             known_timings=context.output / ENGINE_FOLDER / TIMING_CACHE,
         )
-        compile_graphs(context.output / "graphs", folder, compile_settings, progress=progress)
+        with deferred_interrupt() as check_interrupt:
+
+            def report(fraction: float) -> None:
+                check_interrupt()
+                progress(fraction)
+
+            compile_graphs(context.output / "graphs", folder, compile_settings, progress=report)
     _write_json(folder / ENGINE_FILE, settings.model_dump())
 
 

@@ -31,11 +31,7 @@ def emit_markov_head(
     In 16 bits it is a constant like any other: TensorRT would take it for an input.
     Raises ExportError when there are not more than `top_n` logits.
     """
-    if top_n >= spec.decoder.vocab_size:
-        raise ExportError(
-            f"markov_top_n: expected less than the drafter's vocabulary of {spec.decoder.vocab_size}, found {top_n}; leave "
-            "--markov-top-n out to draw from all of it"
-        )
+    check_top_n(spec, top_n)
     element_type = numbers.written(numbers.model)
     form = markov_head_form(spec, element_type, top_n)
     inputs = [base_logits, hidden, bindings.ANCHOR_IDS, bindings.TEMPERATURES, bindings.UNIFORMS]
@@ -45,6 +41,15 @@ def emit_markov_head(
     # the body of the nominal form has the Casts, which are valid on float32 too
     body = markov_head_function(markov_head_form(spec, numbers.model, top_n))
     builder.node(markov_head_node(form, inputs, form.output_names), body)
+
+
+def check_top_n(spec: DrafterSpec, top_n: int) -> None:
+    """Raises ExportError when there are not more than `top_n` logits."""
+    if top_n >= spec.decoder.vocab_size:
+        raise ExportError(
+            f"markov_top_n: expected less than the drafter's vocabulary of {spec.decoder.vocab_size}, found {top_n}; leave "
+            "--markov-top-n out to draw from all of it"
+        )
 
 
 def markov_head_form(spec: DrafterSpec, element_type: FloatType, top_n: int = 0) -> MarkovHeadForm:

@@ -173,11 +173,37 @@ def test_drafts_of_a_restricted_head_come_from_the_largest_logits_and_from_an_en
     assert (logits > EXCLUDED_LOGIT).sum(axis=-1).tolist() == [[5] * drafter.gamma] * 2
 
 
-def test_head_cannot_be_restricted_to_more_than_there_is(recipe: BuildRecipe, tmp_path: Path) -> None:
-    with pytest.raises(
-        ExportError, match="markov_top_n: expected less than the drafter's vocabulary of 320, found 320"
-    ):
-        build(recipe.model_copy(update={"markov_top_n": 320}), tmp_path / "out")
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"markov_top_n": 320}, "markov_top_n: expected less than the drafter's vocabulary of 320, found 320"),
+        ({"max_seq_len": 400}, "max_seq_len 400 is beyond the 300 positions that the drafter was made for"),
+    ],
+)
+def test_what_does_not_fit_the_drafter_is_refused_before_the_target_is_written(
+    recipe: BuildRecipe, tmp_path: Path, given: dict[str, int], message: str
+) -> None:
+    short = {"max_position_embeddings": 300}
+    drafter = write_drafter(tmp_path / "drafter", Path(recipe.target), config_extra=short)
+    told = []
+    with pytest.raises(ExportError, match=message):
+        build(
+            recipe.model_copy(update={"drafter": str(drafter), **given}),
+            tmp_path / "out",
+            progress=lambda stage, fraction: told.append((stage, fraction)),
+        )
+    assert told[-1] == ("graphs", 0.0)
+
+
+def test_unfinished_build_tells_what_it_holds(recipe: BuildRecipe, copied: Path) -> None:
+    (copied / "manifest.json").unlink()
+    shutil.rmtree(copied / "steptable")
+    for refused in (load_deployment, inspect_build):
+        with pytest.raises(
+            ManifestError, match=r"not a finished build: .*found checkpoints, graphs, engines \(for CPU\); run"
+        ):
+            refused(copied)
+    assert [result.stage for result in build(recipe, copied) if result.was_built] == ["steptable"]
 
 
 @pytest.mark.parametrize(
