@@ -24,10 +24,10 @@ PRECISIONS: dict[Backend, tuple[Precision, ...]] = {  # the first is the default
 }
 _LIBRARIES: tuple[Library, ...] = ("tensorrt", "tensorrt_rtx")  # the better one first
 _ON_GPUS = "use --backend tensorrt or --backend tensorrt_rtx"
-_WITHOUT_GPU = (
-    "without a GPU, `--backend onnxruntime` builds for this CPU, and `--backend tensorrt_rtx --compute-capability SM` "
-    "(89, for example) compiles ahead of time for RTX cards"
+_AHEAD_OF_TIME = (
+    "`--backend tensorrt_rtx --compute-capability SM` (89, for example) compiles ahead of time for RTX cards"
 )
+_WITHOUT_GPU = f"without a GPU, `--backend onnxruntime` builds for this CPU, and {_AHEAD_OF_TIME}"
 
 
 def resolve_backend(recipe: BuildRecipe) -> BuildRecipe:
@@ -40,6 +40,7 @@ def resolve_backend(recipe: BuildRecipe) -> BuildRecipe:
     sms: tuple[int, ...] = ()
     if backend in ("tensorrt", "tensorrt_rtx"):
         gpu = look_for_gpu()
+        _check_sms_asked_for(recipe.compute_capabilities, backend)
         targets = recipe.compute_capabilities or _sms_here(gpu)
         if lacks := list(_lacks(backend, gpu, targets)):
             raise EnvironmentMissingError(f"backend {backend} cannot build here: {'. Also: '.join(lacks)}")
@@ -63,8 +64,8 @@ def _best(recipe: BuildRecipe) -> Backend:
     found = ". ".join(reasons)
     if recipe.precision is not None:
         raise EnvironmentMissingError(
-            f"precision {recipe.precision} is for the backends tensorrt and tensorrt_rtx, and this machine has neither ({found}); "
-            "leave --precision out to build for its CPU"
+            f"precision {recipe.precision} is for the backends tensorrt and tensorrt_rtx, and this machine can use neither ({found}); "
+            f"leave --precision out to build for its CPU, or name the backend: {_AHEAD_OF_TIME}"
         )
     logger.log(logging.WARNING if isinstance(gpu, Gpu) else logging.INFO, "backend: onnxruntime, found %s", found)
     return "onnxruntime"
@@ -92,6 +93,14 @@ def _check_combination(recipe: BuildRecipe, backend: Backend) -> None:
             f"num_threads: found {recipe.num_threads} with backend {backend}, whose engines run on a GPU; leave "
             "--num-threads out, or use --backend onnxruntime"
         )
+
+
+def _check_sms_asked_for(sms: tuple[int, ...], library: Library) -> None:
+    """No other machine makes them either. Raises RecipeError."""
+    try:
+        check_sms(library, sms)
+    except EngineBuildError as error:
+        raise RecipeError(f"compute_capabilities: found {list(sms)}: {error}") from None
 
 
 def _lacks(library: Library, gpu: Gpu | NoGpu, sms: tuple[int, ...]) -> Iterator[str]:

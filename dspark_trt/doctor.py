@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Literal
 
 from dspark_trt import host
-from dspark_trt.engines.tensorrt_library import LIBRARIES, SUPPORTED_SMS, Library
+from dspark_trt.engines.tensorrt_library import LIBRARIES, Library, usable_sms
 from dspark_trt.environment import (
     DEVICE_DISTRIBUTIONS,
     TORCH_FIX,
@@ -127,9 +127,9 @@ def _compiler(library: Library, gpu: Gpu | NoGpu) -> Finding:
     installed = installed_versions(*(name for name in DEVICE_DISTRIBUTIONS if _module_of(name) == library))
     version = next(iter(installed.values()), "installed, of unknown version")
     if find_spec(library) is None:
-        purpose = f"engines for SM {', '.join(map(str, SUPPORTED_SMS[library]))}"
+        purpose = f"engines for SM {', '.join(map(str, usable_sms(library)))}"
         return Finding(library, "optional", "not installed", f"{purpose}: {LIBRARIES[library].install}")
-    if isinstance(gpu, Gpu) and gpu.sm not in SUPPORTED_SMS[library]:
+    if isinstance(gpu, Gpu) and gpu.sm not in usable_sms(library):
         return Finding(library, "optional", version, f"makes no engines for SM {gpu.sm}")
     return Finding(library, "ok", version)
 

@@ -83,15 +83,15 @@ def import_library(name: Library) -> Any:
 def check_sms(name: Library, sms: Sequence[int], *, use_plugins: bool = True) -> None:
     """Raises EngineBuildError when the compiler, or that of the plugins' kernels, makes no code for a GPU architecture."""
     for sm in sms:
+        usable = usable_sms(name, use_plugins=use_plugins)
         if sm not in SUPPORTED_SMS[name]:
-            other = "; use --backend tensorrt" if name != FULL and sm in SUPPORTED_SMS["tensorrt"] else ""
-            raise EngineBuildError(
-                f"{name} has no code for {_describe(sm)}{other or f': expected one of SM {_listed(SUPPORTED_SMS[name])}'}"
-            )
-        if use_plugins and kernel_sm(sm) is None:
+            elsewhere = name != FULL and sm in usable_sms("tensorrt", use_plugins=use_plugins)
+            remedy = "; use --backend tensorrt" if elsewhere else f": expected one of SM {_listed(usable)}"
+            raise EngineBuildError(f"{name} has no code for {_describe(sm)}{remedy}")
+        if sm not in usable:
             raise EngineBuildError(
                 f"the kernels of the plugins have no code for {_describe(sm)}: expected one of SM "
-                f"{_listed(bundle.SUPPORTED_SMS)}; use another GPU"
+                f"{_listed(usable)}; use another GPU"
             )
 
 
@@ -109,6 +109,11 @@ def warn_of_slow_mixtures(name: Library, sms: Sequence[int]) -> None:
             _listed(slow),
             _listed(fast),
         )
+
+
+def usable_sms(name: Library, *, use_plugins: bool = True) -> tuple[int, ...]:
+    """The GPU architectures that engines can be built for."""
+    return tuple(sm for sm in SUPPORTED_SMS[name] if not use_plugins or kernel_sm(sm) is not None)
 
 
 def kernel_sm(sm: int) -> int | None:

@@ -88,7 +88,8 @@ def test_auto_leaves_a_gpu_alone_when_a_precision_of_the_cpu_is_asked_for(machin
 def test_auto_does_not_build_another_precision_than_was_asked_for(machine: Any) -> None:
     machine(NOTHING)
     with pytest.raises(
-        EnvironmentMissingError, match=r"precision bf16 is for .* has neither \(no GPU \(no NVIDIA driver"
+        EnvironmentMissingError,
+        match=r"precision bf16 is for .* use neither \(no GPU \(no NVIDIA driver.*--compute-capability",
     ):
         resolved(precision="bf16")
 
@@ -127,8 +128,6 @@ def test_what_does_not_go_together_is_refused_whatever_the_machine(
         (H200, {"tensorrt": "11.1.0", "torch_for_cuda": False}, {"backend": "tensorrt"}, ["torch", "without CUDA"]),
         (H200, {}, {"backend": "tensorrt_rtx"}, ["no code for SM 90 (H100, H200)", "use --backend tensorrt"]),
         (NOTHING, {}, {"backend": "tensorrt_rtx"}, ["--backend onnxruntime", "--compute-capability"]),
-        (NOTHING, {}, {"backend": "tensorrt_rtx", "compute_capabilities": [90]}, ["no code for SM 90"]),
-        (NOTHING, {}, {"backend": "tensorrt_rtx", "compute_capabilities": [75]}, ["kernels of the plugins", "SM 75"]),
         (L40S, {"rtx": False}, {"backend": "tensorrt_rtx"}, ["tensorrt_rtx", "pip install 'dspark-trt[tensorrt-rtx]'"]),
     ],
 )
@@ -140,6 +139,31 @@ def test_what_this_machine_lacks_is_said_in_one_message(
         resolved(**values)
     assert [message for message in messages if message not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sms", "message"),
+    [
+        ([90], r"found \[90\]: tensorrt_rtx has no code for SM 90 \(H100, H200\); use --backend tensorrt$"),
+        ([89, 100], r"found \[89, 100\]: tensorrt_rtx has no code for SM 100 \(B200\); use --backend tensorrt$"),
+        (
+            [75],
+            r"kernels of the plugins have no code for SM 75 \(T4\): expected one of SM 80 86 89 120; use another GPU$",
+        ),
+        ([121], r"kernels of the plugins have no code for SM 121: expected one of SM 80 86 89 120; use another GPU$"),
+        ([103], r"tensorrt_rtx has no code for SM 103 \(B300\): expected one of SM 80 86 89 120$"),  # nor has tensorrt
+        ([12], r"tensorrt_rtx has no code for SM 12: expected one of SM 80 86 89 120$"),
+        ([0], "no code for SM 0:"),
+        ([-1], "no code for SM -1:"),
+    ],
+)
+@pytest.mark.parametrize("gpu", [NOTHING, L40S], ids=["no GPU", "L40S"])
+def test_architectures_that_no_machine_makes_code_for_are_an_error_of_the_user(
+    machine: Any, gpu: Gpu | NoGpu, sms: list[int], message: str
+) -> None:
+    machine(gpu)
+    with pytest.raises(RecipeError, match=message):
+        resolved(backend="tensorrt_rtx", compute_capabilities=sms)
 
 
 def test_missing_triton_is_named(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from dspark_trt import doctor
 from dspark_trt.doctor import Finding, examine
+from dspark_trt.gpu import Gpu
 from dspark_trt.report import print_findings
 
 
@@ -18,6 +19,16 @@ def test_extras_to_install_are_not_taken_for_markup() -> None:
     print_findings([finding], False, Console(file=written, width=200))
     assert "pip install 'dspark-trt[onnxruntime]'" in written.getvalue()
     assert "not [here]" in written.getvalue()
+
+
+@pytest.mark.parametrize(("sm", "status"), [(75, "optional"), (89, "ok"), (121, "optional")])
+def test_gpu_that_the_plugins_have_no_kernels_for_is_not_called_ready(
+    monkeypatch: pytest.MonkeyPatch, sm: int, status: str
+) -> None:
+    monkeypatch.setattr(doctor, "look_for_gpu", lambda: Gpu("a GPU", sm, 1, "CUDA 13.0"))
+    found = {finding.name: finding for finding in examine()}["tensorrt_rtx"]
+    assert found.status == status
+    assert status == "ok" or found.fix == f"makes no engines for SM {sm}"
 
 
 def test_python_that_cannot_assemble_a_server_is_not_promised_one(monkeypatch: pytest.MonkeyPatch) -> None:

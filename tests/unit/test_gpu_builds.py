@@ -64,7 +64,6 @@ def machine(driver: Path) -> Machine:
         (None, ["--backend", "tensorrt"], ["no CUDA-capable device", "Also: ", 'pip install "tensorrt>=11.1"']),
         (None, ["--backend", "tensorrt_rtx"], ["--backend onnxruntime", "--backend tensorrt_rtx --compute-capability"]),
         (None, ["--precision", "bf16"], ["precision bf16 is for the backends tensorrt and tensorrt_rtx"]),
-        (None, ["--backend", "tensorrt_rtx", "--compute-capability", "90"], ["no code for SM 90 (H100, H200)"]),
         ("NVIDIA H200, 90", ["--backend", "tensorrt"], ['pip install "tensorrt>=11.1"']),
         ("NVIDIA H200, 90", ["--backend", "tensorrt_rtx"], ["no code for SM 90 (H100, H200)", "--backend tensorrt"]),
         ("NVIDIA L40S, 89", ["--backend", "tensorrt_rtx"], ["torch", "without CUDA", "a build for CUDA"]),
@@ -100,6 +99,8 @@ def test_package_that_is_too_old_is_exit_code_3(machine: Machine, pair: list[str
         ["--backend", "tensorrt", "--precision", "int8"],
         ["--backend", "onnxruntime", "--compute-capability", "89"],
         ["--backend", "tensorrt_rtx", "--compute-capability", "8.9"],
+        ["--backend", "tensorrt_rtx", "--compute-capability", "90"],
+        ["--backend", "tensorrt_rtx", "--compute-capability", "-1"],
     ],
 )
 def test_options_that_do_not_go_together_are_exit_code_2(
@@ -152,6 +153,17 @@ def test_engines_made_ahead_of_time_are_kept_on_this_and_on_other_machines(
         assert [f"{stage}: kept" in result.stderr for stage in ("checkpoints", "graphs", "engines")] == [True] * 3
         assert message in result.stderr
     assert (output / "engines" / "manifest.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["generate", "--prompt", "x"]], ids=["inspect", "generate"])
+def test_what_was_made_ahead_of_time_is_told_with_what_is_left_to_do(
+    machine: Machine, ahead: tuple[Path, str], command: list[str]
+) -> None:
+    result = machine.run(command[0], str(ahead[0]), *command[1:], gpu=None)
+    assert result.returncode == 4
+    assert result.stderr.startswith(f"error: {ahead[0]} is not a finished build")
+    assert "found checkpoints, graphs, engines (for GPUs of SM 89); run the same" in result.stderr
+    assert "on the machine that will serve" in result.stderr
 
 
 def test_other_architectures_are_other_engines(machine: Machine, pair: list[str], ahead: tuple[Path, str]) -> None:
