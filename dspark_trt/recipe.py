@@ -34,6 +34,20 @@ class BuildRecipe(BaseModel):
     num_threads: int | None = Field(default=None, ge=1, le=256)  # None: the cores this process may use
     markov_top_n: int = Field(default=0, ge=0)  # a slot's drafts come from its so many largest base logits; 0: from all
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any) -> Any:
+        if any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value])):
+            raise ValueError("expected no truth value")
+        return value
+
+    @field_validator("compute_capabilities", mode="before")
+    @classmethod
+    def _several(cls, value: Any) -> Any:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError("expected a list of SMs such as [89]")
+        return value
+
     @field_validator("compute_capabilities")
     @classmethod
     def _once_each(cls, value: tuple[int, ...]) -> tuple[int, ...]:
@@ -66,4 +80,6 @@ def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
         key = ".".join(str(part) for part in first["loc"]) or "recipe"
         accepted = ", ".join(BuildRecipe.model_fields)
         hint = f" (known keys: {accepted})" if first["type"] == "extra_forbidden" else ""
-        raise RecipeError(f"{key}: {first['msg']}, found {first.get('input')!r}{hint}") from None
+        raise RecipeError(
+            f"{key}: {first['msg'].removeprefix('Value error, ')}, found {first.get('input')!r}{hint}"
+        ) from None

@@ -27,6 +27,14 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
         (PAIR | {"max_slot": 4}, r"max_slot: .*known keys: .*max_slots"),
         (PAIR | {"precision": "fp64"}, r"precision: .*'fp32', 'int8', 'int4', 'bf16' or 'fp16'.*found 'fp64'"),
         (PAIR | {"max_slots": 0}, r"max_slots: .*greater than or equal to 1.*found 0"),
+        (PAIR | {"max_slots": True}, r"^max_slots: expected no truth value, found True$"),
+        (PAIR | {"markov_top_n": True}, r"^markov_top_n: expected no truth value, found True$"),
+        (PAIR | {"compute_capabilities": [True]}, r"^compute_capabilities: expected no truth value, found \[True\]$"),
+        (
+            PAIR | {"compute_capabilities": 89},
+            r"^compute_capabilities: expected a list of SMs such as \[89\], found 89$",
+        ),
+        (PAIR | {"compute_capabilities": ["sm_89"]}, r"compute_capabilities\.0: .*valid integer.*found 'sm_89'"),
     ],
 )
 def test_refusals_name_the_key_and_what_was_found(values: dict[str, object], message: str) -> None:
