@@ -29,6 +29,8 @@ from dspark_trt.graphs.quantize import block_names, quantize_blocks
 
 _ALIGNMENT_BYTES = 4096  # of a tensor in our own file: a page, so that it can be memory-mapped
 _CHUNK_ELEMENTS = 1 << 24
+# the types that a weight can be beyond
+_LARGEST = {NUMPY_TYPES["float16"]: "65504", NUMPY_TYPES["bfloat16"]: "3.3895e+38"}
 
 
 class TensorSource(Protocol):
@@ -81,7 +83,7 @@ class WeightFolder:
         key, dtype = (name, element_type), NUMPY_TYPES[element_type]
         if key not in self._placed:
             if len(self._store.info(name).shape) < 2:
-                array = _converted(self._store.array(name), dtype, name)
+                array = _converted(self._store.array(name), dtype, f"{self._prefix}: {name}")
                 self._placed[key] = numpy_helper.from_array(array, name)
             else:
                 linked = self._linked(name, element_type)
@@ -110,7 +112,7 @@ class WeightFolder:
         self._stream.write(b"\0" * (-self._stream.tell() % _ALIGNMENT_BYTES))
         offset = self._stream.tell()
         for chunk in _chunks(array):
-            self._stream.write(_converted(chunk, dtype, name).view(np.uint8).data)
+            self._stream.write(_converted(chunk, dtype, f"{self._prefix}: {name}").view(np.uint8).data)
         return _external(name, dtype, array.shape, self.own_file.name, offset)
 
     def _linked(self, name: str, element_type: FloatType) -> TensorProto | None:
@@ -180,13 +182,14 @@ def _external(
 
 
 def _converted(array: NDArray[np.generic], dtype: np.dtype[np.generic], name: str) -> NDArray[np.generic]:
-    """Contiguous, in that element type. Raises ExportError when a value is beyond it, which only float16 comes to."""
+    """Contiguous, in that element type. Raises ExportError when a value is beyond it."""
     with np.errstate(over="ignore"):
         converted = np.ascontiguousarray(array, dtype)
-    if dtype == np.float16 and array.dtype != dtype and np.isinf(converted).any():
+    if dtype in _LARGEST and array.dtype != dtype and np.isinf(converted).any():
+        remedy = "choose --precision bf16" if dtype == np.float16 else "choose --backend onnxruntime"
         raise ExportError(
-            f"{name}: expected weights within float16 (65504), found {np.abs(array.astype(np.float32)).max():.4g}; "
-            "choose --precision bf16"
+            f"{name}: expected weights within {dtype} ({_LARGEST[dtype]}), found "
+            f"{np.abs(array.astype(np.float32)).max():.4g}; {remedy}"
         )
     return converted
 

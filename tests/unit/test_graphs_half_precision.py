@@ -99,10 +99,21 @@ def test_a_weight_beyond_float16_is_refused(tmp_path: Path) -> None:
         tensors[name][0, 0] = 70000
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        ExportError, match=r"layers\.1\.mlp\.down_proj.*within float16 \(65504\), found 7\.\d+e\+04.*bf16"
+        ExportError, match=r"^target: layers\.1\.mlp\.down_proj.*within float16 \(65504\), found 7\.\d+e\+04.*bf16"
     ):
         write(source, tmp_path / "fp16", "fp16", "standard")
     write(source, tmp_path / "bf16", "bf16", "standard")
+
+
+def test_a_weight_beyond_bfloat16_is_refused(tmp_path: Path) -> None:
+    source = write_target(tmp_path / "target", dtype="float32")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][0, 0] = -3.4e38  # rounds to infinity
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ExportError, match=r"down_proj.*within bfloat16 \(3\.3895e\+38\), found 3\.4e\+38; .*onnxruntime"
+    ):
+        write(source, tmp_path / "bf16", "bf16", "standard")
 
 
 @pytest.mark.parametrize("attention", ["gqa", "drafter"])
