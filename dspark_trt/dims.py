@@ -19,6 +19,9 @@ FloatType = Literal["float32", "float16", "bfloat16"]  # of weights, hidden stat
 
 METADATA_KEY = "dspark_dims"  # of the graph's metadata_props
 SCHEMA_VERSION = 1
+# Rows of `standard` attention are as many tiles of its kernels: then rows also begin where TensorRT takes an address, at multiples
+# of 256 bytes.
+TILE_POSITIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,7 @@ def target_dims(
 
     The region [max_seq_len, C) never holds a valid position, so rows without tokens may be written there.
     """
-    cache = _cache(spec.decoder, limits, limits.max_seq_len + limits.max_batch_tokens)
+    cache = _cache(spec.decoder, limits, limits.max_seq_len + limits.max_batch_tokens, attention)
     return TargetDims(
         limits, cache, attention, spec.decoder.vocab_size, spec.decoder.hidden_size, num_taps, element_type
     )
@@ -97,7 +100,7 @@ def drafter_dims(
     behind = max(spec.gamma, limits.max_batch_tokens) if attention == "standard" else spec.gamma
     return DrafterDims(
         limits,
-        _cache(spec.decoder, limits, limits.max_seq_len + behind),
+        _cache(spec.decoder, limits, limits.max_seq_len + behind, attention),
         attention,
         spec.decoder.vocab_size,
         spec.decoder.hidden_size,
@@ -108,7 +111,9 @@ def drafter_dims(
     )
 
 
-def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int) -> CacheDims:
+def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int, attention: Attention) -> CacheDims:
+    if attention == "standard":
+        capacity = -(-capacity // TILE_POSITIONS) * TILE_POSITIONS
     return CacheDims(spec.num_layers, limits.max_slots, spec.num_kv_heads, capacity, spec.head_dim)
 
 
