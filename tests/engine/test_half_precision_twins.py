@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
+from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT
 from onnx import TensorProto
 
 from dspark_trt import bindings
@@ -65,6 +66,7 @@ def write_graphs(
     *,
     twin: bool = False,
     limits: EngineLimits = drafters.LIMITS,
+    markov_top_n: int = 0,
 ) -> Path:
     target, drafter = checkpoints
     folder.mkdir()
@@ -78,16 +80,28 @@ def write_graphs(
         attention="standard",
         twin=twin,
     )
-    write_drafter_graphs(target, drafter, folder, limits=limits, precision=precision, attention="standard", twin=twin)
+    write_drafter_graphs(
+        target,
+        drafter,
+        folder,
+        limits=limits,
+        precision=precision,
+        attention="standard",
+        twin=twin,
+        markov_top_n=markov_top_n,
+    )
     return folder
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("markov_top_n", [0, 7])
 @pytest.mark.parametrize("head", HEADS)
-def test_a_twin_differs_in_element_types_only(head: str, precision: Precision, tmp_path: Path) -> None:
+def test_a_twin_differs_in_element_types_only(
+    head: str, markov_top_n: int, precision: Precision, tmp_path: Path
+) -> None:
     checkpoints = pair(tmp_path, "float32", **HEADS[head])
-    half = write_graphs(checkpoints, tmp_path / "half", precision)
-    twin = write_graphs(checkpoints, tmp_path / "twin", precision, twin=True)
+    half = write_graphs(checkpoints, tmp_path / "half", precision, markov_top_n=markov_top_n)
+    twin = write_graphs(checkpoints, tmp_path / "twin", precision, twin=True, markov_top_n=markov_top_n)
     onnx_type, dtype, _ = PRECISIONS[precision]
     for name in GRAPHS:
         # names, shapes, nodes, attributes, function bodies, metadata: byte for byte
@@ -157,6 +171,26 @@ def test_the_twin_drafts_what_the_reference_drafts(head: str, precision: Precisi
         rows = contexts.random.permutation(limits.max_slots)[: contexts.random.integers(1, limits.max_slots + 1)]
         contexts.ingest(rows.tolist(), contexts.random.integers(1, 9, len(rows)).tolist())
         drafters.assert_same_drafts(*contexts.draft(rows.tolist()))
+
+
+@pytest.mark.parametrize("head", ["vanilla", "rnn", "no head"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_the_twin_of_a_restricted_head_drafts_from_the_largest_base_logits(
+    precision: Precision, head: str, tmp_path: Path
+) -> None:
+    """Logits of those that are left are those of the unrestricted head where the previous token is the same: in slot 0."""
+    checkpoints, top_n, engines = pair(tmp_path, "bfloat16", **HEADS[head]), 7, []
+    for restriction in (top_n, 0):
+        folder = tmp_path / f"top {restriction}"
+        write_graphs(checkpoints, folder, precision, twin=True, markov_top_n=restriction)
+        engines.append(onnxruntime_engines.open_engines(folder, SETTINGS)[1])
+    contexts = drafters.Contexts(*engines, tap_width=len(drafters.TAPS) * 32)
+    contexts.ingest([0, 1], [4, 6])
+    block = contexts.block([0, 1])
+    restricted, free = (engine.draft(block).draft_logits for engine in engines)
+    is_left = restricted > EXCLUDED_LOGIT
+    assert (is_left.sum(axis=2) == top_n).all()
+    np.testing.assert_allclose(restricted[:, 0][is_left[:, 0]], free[:, 0][is_left[:, 0]], atol=1e-4, rtol=0)
 
 
 def test_onnx_runtime_refuses_bfloat16(tmp_path: Path) -> None:
