@@ -113,7 +113,8 @@ def _complete(
         return key, False
     logger.info("%s: building", stage.name)
     with replace_folder(folder) as scratch:
-        stage.make(context, scratch, lambda fraction: progress(stage.name, fraction))
+        with _errors_in(folder):
+            stage.make(context, scratch, lambda fraction: progress(stage.name, fraction))
         manifest = StageManifest(
             schema_version=SCHEMA_VERSION,
             stage=stage.name,
@@ -127,6 +128,17 @@ def _complete(
         )
         write_manifest(scratch, manifest)
     return key, True
+
+
+@contextmanager
+def _errors_in(folder: Path) -> Iterator[None]:
+    """A write that fails, on a full disk for example, does not say where; the stage's folder is named then."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
 def _known_manifest(folder: Path) -> StageManifest | None:

@@ -14,11 +14,6 @@ import torch
 from dspark_trt.checkpoints.spec import DecoderSpec
 
 
-def begin_positions(past_lengths: torch.Tensor, query_lengths: torch.Tensor, max_seq_len: int) -> torch.Tensor:
-    """Where each row is written, [B]: a row without tokens from `max_seq_len` on, where no valid position can stand."""
-    return past_lengths.masked_fill(query_lengths == 0, max_seq_len)
-
-
 def causal_limits(past_lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The last position that each padded query sees, [B, S]: its own."""
     return past_lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
@@ -27,15 +22,31 @@ def causal_limits(past_lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Ten
 class RowGroup:
     """The padded rows of one call. `mask_to` makes the mask that `attend` takes."""
 
-    def __init__(self, spec: DecoderSpec, tokens: torch.Tensor, begin: torch.Tensor) -> None:
-        """`tokens` [B, S]: packed index of each padded slot. `begin` [B]: where each row is written."""
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        tokens: torch.Tensor,
+        past_lengths: torch.Tensor,
+        query_lengths: torch.Tensor,
+        max_seq_len: int,
+    ) -> None:
+        """`tokens` [B, S]: packed index of each padded slot. Lengths [B]; a row without tokens has query length 0.
+
+        Such a row is written from `max_seq_len` on, where no valid position can stand.
+        """
         self._spec = spec
         self._tokens = tokens
+        is_idle = query_lengths == 0
+        self._is_idle = is_idle[:, None, None, None]
+        begin = past_lengths.masked_fill(is_idle, max_seq_len)
         self._positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, S]
 
     def write(self, cache: torch.Tensor, packed: torch.Tensor) -> None:
-        """Put [T, K, H] into the rows [B, K, C, H], padding too: it stands behind the valid positions."""
-        padded = packed[self._tokens].transpose(1, 2)  # [B, K, S, H]
+        """Put [T, K, H] into the rows [B, K, C, H], padding too: it stands behind the valid positions.
+
+        Zeros go into rows without tokens: a NaN of another request would get through the mask.
+        """
+        padded = packed[self._tokens].transpose(1, 2).masked_fill(self._is_idle, 0)  # [B, K, S, H]
         cache.scatter_(2, self._positions[:, None, :, None].expand(padded.shape), padded)
 
     def mask_to(self, last_seen: torch.Tensor, capacity: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from dspark_trt.dims import DrafterDims, TargetDims
 from dspark_trt.engines.device_session import Tensors
 from dspark_trt.engines.reference_model import ReferenceDecoder
 from dspark_trt.engines.reference_weights import ReferenceWeights
-from dspark_trt.engines.torch_attention import RowGroup, begin_positions, causal_limits
+from dspark_trt.engines.torch_attention import RowGroup, causal_limits
 from dspark_trt.engines.torch_errors import torch_errors
 from dspark_trt.engines.torch_heads import SequentialStage
 
@@ -65,8 +65,8 @@ class TorchTargetSession(TorchSession):
         groups, masks = {}, {}
         for name in bindings.TARGET_GROUPS:
             tokens, past = tensors[bindings.group_tokens(name)], tensors[bindings.group_past_lengths(name)]
-            begin = begin_positions(past, tensors[bindings.group_query_lengths(name)], dims.limits.max_seq_len)
-            groups[name] = RowGroup(decoder.spec, tokens, begin)
+            query = tensors[bindings.group_query_lengths(name)]
+            groups[name] = RowGroup(decoder.spec, tokens, past, query, dims.limits.max_seq_len)
             masks[name] = groups[name].mask_to(causal_limits(past, tokens), dims.cache.capacity)
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -102,12 +102,13 @@ class TorchIngestSession(TorchSession):
 
     def forward(self, tensors: Tensors) -> None:
         decoder = self._decoder
-        begin = begin_positions(
+        group = RowGroup(
+            decoder.spec,
+            tensors[bindings.group_tokens(bindings.CONTEXT)],
             tensors[bindings.group_past_lengths(bindings.CONTEXT)],
             tensors[bindings.group_query_lengths(bindings.CONTEXT)],
             self._dims.limits.max_seq_len,
         )
-        group = RowGroup(decoder.spec, tensors[bindings.group_tokens(bindings.CONTEXT)], begin)
         context = self._weights.linear("fc", tensors[bindings.TAPS].to(self._context_type))
         context = decoder.norm("hidden_norm", context).to(self._element_type)
         for layer in range(decoder.spec.num_layers):
@@ -147,8 +148,8 @@ class TorchDraftSession(TorchSession):
         row_requests, block_rows = tensors[bindings.ROW_REQUESTS], tensors[bindings.BLOCK_ROWS]
         slots = torch.arange(dims.gamma, device=past.device)
         row_past = past[row_requests]  # [B]
-        begin = begin_positions(row_past, tensors[bindings.ROW_QUERY_LENGTHS], dims.limits.max_seq_len)
-        group = RowGroup(decoder.spec, row_requests[:, None] * dims.gamma + slots, begin)
+        tokens, query = row_requests[:, None] * dims.gamma + slots, tensors[bindings.ROW_QUERY_LENGTHS]
+        group = RowGroup(decoder.spec, tokens, row_past, query, dims.limits.max_seq_len)
         last_seen = (row_past + dims.gamma - 1)[:, None].expand(-1, dims.gamma)  # no order inside the block
         mask = group.mask_to(last_seen, dims.cache.capacity)
 

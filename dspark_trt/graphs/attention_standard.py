@@ -5,7 +5,8 @@ from the lengths. The mask is explicit because the other ways to say it are not 
 `nonpad_kv_seqlen` silently, aligns `is_causal` to the upper left and refuses past/present. On ONNX Runtime the cost follows the
 capacity of a row, not its live length.
 
-Rows without tokens are written where no valid position can stand, from max_seq_len on.
+Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides what is
+there, but a NaN of another request would get through it (0 * NaN).
 
 Shape letters: `T` packed tokens, `R` requests, `G` gamma, `B` rows and `S` padded query length of a group, `N`/`K` query/KV
 heads, `H` head dim, `C` row capacity.
@@ -19,6 +20,7 @@ from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.dims import DrafterDims, TargetDims
 from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
 
 
@@ -34,9 +36,7 @@ class StandardCausalAttention:
             tokens = bindings.group_tokens(group)
             past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
             with builder.scope(group):
-                self._rows[group] = _Rows(
-                    builder, spec, group, tokens, _begin(builder, past, query, dims.limits.max_seq_len)
-                )
+                self._rows[group] = _Rows(builder, spec, dims, group, tokens, past, query)
                 query_slots = builder.op(
                     "Range",
                     builder.scalar(0),
@@ -68,8 +68,8 @@ class StandardBlockAttention:
             row_past = builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS)  # [B]
             first = builder.op("Mul", bindings.ROW_REQUESTS, builder.scalar(dims.gamma))
             tokens = builder.op("Add", builder.op("Unsqueeze", first, builder.vector(1)), slots)  # [B, G]
-            begin = _begin(builder, row_past, bindings.ROW_QUERY_LENGTHS, dims.limits.max_seq_len)
-            self._rows = _Rows(builder, spec, bindings.CONTEXT, tokens, begin)
+            query = bindings.ROW_QUERY_LENGTHS
+            self._rows = _Rows(builder, spec, dims, bindings.CONTEXT, tokens, row_past, query)
             row_last = builder.op("Add", row_past, builder.scalar(dims.gamma - 1))
             last_seen = builder.op(
                 "Expand",
@@ -90,13 +90,9 @@ class StandardContext:
     """Ingest: context tokens of a row group enter the cache."""
 
     def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
-        begin = _begin(
-            builder,
-            bindings.group_past_lengths(bindings.CONTEXT),
-            bindings.group_query_lengths(bindings.CONTEXT),
-            dims.limits.max_seq_len,
-        )
-        self._rows = _Rows(builder, spec, bindings.CONTEXT, bindings.group_tokens(bindings.CONTEXT), begin)
+        group = bindings.CONTEXT
+        tokens, past = bindings.group_tokens(group), bindings.group_past_lengths(group)
+        self._rows = _Rows(builder, spec, dims, group, tokens, past, bindings.group_query_lengths(group))
 
     def append(self, layer: int, key: str, value: str) -> None:
         self._rows.write(layer, key, value)
@@ -105,19 +101,32 @@ class StandardContext:
 class _Rows:
     """Padded rows of one group: writing them and attending over them."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, group: str, tokens: str, begin: str) -> None:
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        spec: DecoderSpec,
+        dims: TargetDims | DrafterDims,
+        group: str,
+        tokens: str,
+        past_lengths: str,
+        query_lengths: str,
+    ) -> None:
+        """`tokens` [B, S]; `past_lengths` and `query_lengths` [B], where 0 is a row without tokens."""
         self._builder = builder
         self._spec = spec
         self._group = group
-        self._tokens = tokens  # [B, S]
-        self._begin = begin  # [B]
+        self._tokens = tokens
+        is_idle = builder.op("Equal", query_lengths, builder.scalar(0))
+        self._begin = builder.op("Where", is_idle, builder.scalar(dims.limits.max_seq_len), past_lengths)
+        self._is_idle = builder.op("Unsqueeze", is_idle, builder.vector(1, 2, 3))  # [B, 1, 1, 1]
+        self._zero = builder.constant(np.zeros((), NUMPY_TYPES[dims.element_type]))
 
     def write(self, layer: int, key: str, value: str) -> tuple[str, str]:
         """[T, K * H] each -> the caches [B, K, C, H] that hold them."""
         written = []
         for x, cache in ((key, bindings.key_cache), (value, bindings.value_cache)):
             name = cache(self._group, layer)
-            padded = self._pad(x, self._spec.num_kv_heads)
+            padded = self._builder.op("Where", self._is_idle, self._zero, self._pad(x, self._spec.num_kv_heads))
             written.append(
                 self._builder.op("TensorScatter", name, padded, self._begin, axis=2, output=bindings.cache_output(name))
             )
@@ -140,12 +149,6 @@ class _Rows:
         padded = self._builder.op("Gather", x, self._tokens, axis=0)
         slots = self._builder.op("Reshape", padded, self._builder.vector(0, 0, num_heads, self._spec.head_dim))
         return self._builder.op("Transpose", slots, perm=[0, 2, 1, 3])
-
-
-def _begin(builder: GraphBuilder, past: str, query_lengths: str, max_seq_len: int) -> str:
-    """Where each row of a group is written, [B]."""
-    is_idle = builder.op("Equal", query_lengths, builder.scalar(0))
-    return builder.op("Where", is_idle, builder.scalar(max_seq_len), past)
 
 
 def _mask(builder: GraphBuilder, last_seen: str, capacity: int) -> str:

@@ -211,6 +211,18 @@ def test_a_request_whose_numbers_overflow_does_not_spoil_its_neighbours(rows: Ro
     np.testing.assert_allclose(output[2:], expected[2:], atol=TOLERANCE, rtol=0)
 
 
+def test_a_request_whose_numbers_overflow_leaves_nothing_in_rows_without_tokens(rows: Rows) -> None:
+    """Row 0 lies idle beside a call whose first token, which idle rows point at, is the one that overflows."""
+    rows.take([0, 1, 2], [9, 12, 4], 0)
+    rows.engine.cache._pool[:, :, 1, :, 5] = torch.nan
+    overflown = rows.conversations.step([1, 2], [2, 1], 2)
+    assert np.isnan(rows.engine.forward(overflown.batch).logits.numpy()[:2]).all()
+    assert not rows.engine.cache._pool[:, :, 0].isnan().any()
+    step = rows.conversations.step([0], [1], 1)
+    output, expected = rows.engine.forward(step.batch).logits.numpy(), rows.reference.forward(step.batch).logits
+    np.testing.assert_allclose(output, expected, atol=TOLERANCE, rtol=0)
+
+
 def test_a_failing_backend_is_an_error_of_the_project_and_leaves_the_engine_usable(rows: Rows) -> None:
     rows.take([0], [4], 0)
     rows.pair.target.is_failing = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -97,6 +98,18 @@ def test_interrupted_stage_leaves_nothing_half_written_and_the_next_build_resume
         load_deployment(copied)
     results = build(recipe, copied)
     assert [result.stage for result in results if result.was_built] == [failing]
+
+
+def test_full_disk_is_told_with_the_folder_that_it_concerns(
+    recipe: BuildRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(context: object, folder: Path, progress: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    broken = tuple(replace(stage, make=fill) if stage.name == "graphs" else stage for stage in STAGES)
+    monkeypatch.setattr(build_module, "STAGES", broken)
+    with pytest.raises(OSError, match=r"No space left on device: '.*out/graphs'"):
+        build(recipe, tmp_path / "out")
 
 
 def test_leftovers_of_a_killed_build_are_cleared(recipe: BuildRecipe, copied: Path) -> None:
