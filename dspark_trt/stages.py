@@ -127,11 +127,9 @@ def _make_engines(context: Context, folder: Path, progress: StageProgress) -> No
 def _make_steptable(context: Context, folder: Path, progress: StageProgress) -> None:
     _check_can_measure(context)
     engines = open_engines(context.output)
-    spec = context.drafter.spec
     table = profile(
         engines.target,
         engines.drafter,
-        tap_width=spec.num_taps * spec.decoder.hidden_size,
         provenance=_measured_on(context) | {"precision": context.precision, "versions": installed_versions(*_TIMED)},
         progress=progress,
         synchronize=engines.synchronize,

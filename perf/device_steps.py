@@ -75,11 +75,18 @@ def open_pair(
 ) -> Iterator[DeviceEngines]:
     target, drafter = pair
     if backend == "reference":
-        precision: Any = "bf16" if device.startswith("cuda") else "fp32"
-        yield open_device_reference_engines(target, drafter, limits=limits, precision=precision, device=device)
+        yield _reference(pair, limits, device)
         return
     with tempfile.TemporaryDirectory() as folder:
         yield _compiled(backend, target, drafter, limits, Path(folder))
+
+
+def _reference(
+    pair: tuple[TargetCheckpoint, DrafterCheckpoint], limits: EngineLimits, device: str, *, use_cuda_graphs: bool = True
+) -> DeviceEngines:
+    precision: Any = "bf16" if device.startswith("cuda") else "fp32"
+    options: dict[str, Any] = {"limits": limits, "precision": precision, "device": device}
+    return open_device_reference_engines(*pair, **options, use_cuda_graphs=use_cuda_graphs)
 
 
 def _compiled(
@@ -115,7 +122,7 @@ def median_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> fl
     return statistics.median(times)
 
 
-def step_rows(engines: DeviceEngines, tap_width: int, requests: tuple[int, ...]) -> list[dict[str, float]]:
+def step_rows(engines: DeviceEngines, requests: tuple[int, ...]) -> list[dict[str, float]]:
     """For each number of requests: a plain step, full verification, a draft block, and both ways to half of the drafts."""
     gamma, slots = engines.drafter.gamma, engines.target.limits.max_slots
     rows = []
@@ -123,7 +130,7 @@ def step_rows(engines: DeviceEngines, tap_width: int, requests: tuple[int, ...])
         plain = verification_batch(count, count, gamma, DEPTH, slots)
         full = verification_batch(count, count * (1 + gamma), gamma, DEPTH, slots)
         half = verification_batch(count, count + count * gamma // 2, gamma, DEPTH, slots)
-        draft = draft_call(engines.drafter, count, DEPTH, tap_width)
+        draft = draft_call(engines.target, engines.drafter, count, DEPTH)
         block = _block(count, gamma)
         select = SelectBatch(
             num_admitted=count * gamma // 2,
@@ -177,10 +184,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     requests = tuple(count for count in REQUESTS if count <= options.slots)
     limits = EngineLimits(options.slots, 512, max(options.slots * 8, 64))
     with random_pair(options.size, options.layers) as pair:
-        tap_width = pair[1].spec.num_taps * pair[1].spec.decoder.hidden_size
         with open_pair(options.backend, pair, limits, options.device) as engines:
             report: dict[str, Any] = {"backend": options.backend, "device": options.device, "layers": options.layers}
-            report["steps"] = step_rows(engines, tap_width, requests)
+            report["steps"] = step_rows(engines, requests)
+        if options.backend == "reference":
+            eager = _reference(pair, limits, options.device, use_cuda_graphs=False)
+            report["steps_without_cuda_graphs"] = step_rows(eager, requests)
     if options.backend != "reference":
         report["capacity"] = capacity_rows(options.backend, options.size, limits, options.device, requests[-1])
     return report
@@ -211,9 +220,9 @@ def main(arguments: list[str]) -> int:
     print(
         f"{report['device_name']}, {options.backend}, {options.size} of {options.layers} layers, {DEPTH} live positions a row"
     )
-    for name in ("steps", "capacity"):
+    for name in ("steps", "steps_without_cuda_graphs", "capacity"):
         if name in report:
-            print(table(report[name]))
+            print(f"{name}\n{table(report[name])}")
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(json.dumps(report, indent=1) + "\n")

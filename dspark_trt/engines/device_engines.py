@@ -1,6 +1,7 @@
 """The device runtime: target, drafter and step engine on torch tensors of one device, over sessions of the four graphs.
 
-Everything is enqueued on torch's current stream; whoever calls the engines stays on one stream.
+Everything is enqueued on torch's current stream; whoever calls the engines stays in one thread (libraries keep handles by
+thread, and one made inside of a capture would spoil it) and on one stream.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def open_device_engines(
     """Allocate caches and buffers on `device` and put the engines together.
 
     On a CUDA device calls of bucket sizes become CUDA graphs, unless `use_cuda_graphs` is false.
-    Raises EngineBuildError where the device has no room, or cannot capture.
+    Raises EngineBuildError where the device has no room.
     """
     device = _with_index(torch.device(device))
     with torch_errors("opening the device"):

@@ -21,6 +21,9 @@ import torch
 
 from dspark_trt.engines.device_session import DeviceSession, Tensors
 from dspark_trt.errors import EngineBuildError
+from dspark_trt.log import get_logger
+
+logger = get_logger(__name__)
 
 NUM_KEPT_BUCKETS = 96
 
@@ -46,6 +49,7 @@ class CudaGraphCapture:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._failed: torch.cuda.CUDAGraph | None = None
         # A pool ends with its last graph and must not be captured into again: this one keeps it.
         one = torch.zeros(1, device=device)
         self.warm_up(one.zero_)
@@ -60,7 +64,13 @@ class CudaGraphCapture:
         current.wait_stream(self._stream)
 
     def capture(self, call: Call) -> Call:
-        """Raises EngineBuildError when the call cannot be captured."""
+        """A replay of the call; the call itself from the first one on that cannot be captured, which a warning tells.
+
+        It ran before, so it runs without a graph, only slower. A capture that CUDA has voided can leave torch's memory pool
+        in between, where another capture must not begin.
+        """
+        if self._failed is not None:
+            return call
         graph = torch.cuda.CUDAGraph()
         is_collecting = gc.isenabled()
         gc.disable()  # a graph or an event that is freed meanwhile would break the capture

@@ -33,6 +33,9 @@ class TensorRTRuntime:
         self.device = with_index(torch.device(device))
         register_plugins(self.trt)  # kernels and forms are in the engines
         self._runtime = self.trt.Runtime(self.log.logger)
+        self._kernels: dict[
+            int, tuple[Any, Any]
+        ] = {}  # by engine, TensorRT-RTX: what one context compiled serves the others
         self._memory: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -61,6 +64,9 @@ class TensorRTRuntime:
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
         config.dynamic_shapes_kernel_specialization_strategy = specialisation.EAGER if bound else specialisation.NONE
+        _, cache = self._kernels.setdefault(id(engine), (engine, config.create_runtime_cache()))
+        if not config.set_runtime_cache(cache):
+            raise self.failure("TensorRT-RTX refuses a cache of compiled kernels")
         return engine.create_execution_context(config)
 
     def memory(self, num_bytes: int) -> torch.Tensor:

@@ -144,6 +144,10 @@ class _Context:
         for each in inputs:
             shape = tuple(tensors[each].shape)
             self._check(self._context.set_input_shape(each, shape), f"{each} of shape {shape}")
+        for each in tensors.keys() - set(inputs):
+            found, wanted = tuple(tensors[each].shape), tuple(self._context.get_tensor_shape(each))
+            if found != wanted:  # it would be written past
+                raise EngineBuildError(f"{self._name}: {each}: expected a tensor of shape {wanted}, found {found}")
         for each, tensor in tensors.items():
             self._check(self._context.set_tensor_address(each, tensor.data_ptr()), f"the address of {each}")
         self._tensors = tensors  # alive until others are bound

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from array_api_compat import array_namespace
 
 from dspark_trt.engines.protocol import DraftBatch, DraftEngine, IngestBatch, TargetBatch, TargetEngine
 from dspark_trt.steptable.table import StepTable
@@ -106,7 +107,6 @@ def profile(
     target: TargetEngine,
     drafter: DraftEngine,
     *,
-    tap_width: int,
     provenance: dict[str, Any],
     progress: Progress = lambda fraction: None,
     synchronize: Callable[[], None] = lambda: None,
@@ -115,7 +115,6 @@ def profile(
     """Measure the grid.
 
     Args:
-        tap_width: M * D, the width of the taps the drafter ingests.
         synchronize: waits for what the engines have enqueued; a call is timed until then.
         num_warm_ups: calls of each kind before those that count.
     """
@@ -127,7 +126,7 @@ def profile(
     calls: dict[Key, Callable[[], object]] = {
         (r, b): partial(target.forward, verification_batch(r, b, gamma, depth, limits.max_slots)) for r, b in points
     }
-    calls |= {(r, DRAFT): draft_call(drafter, r, depth, tap_width) for r in requests}
+    calls |= {(r, DRAFT): draft_call(target, drafter, r, depth) for r in requests}
     measured = sweep(calls, progress, synchronize=synchronize, num_warm_ups=num_warm_ups)
     progress(1.0)
     return StepTable(
@@ -139,14 +138,20 @@ def profile(
     )
 
 
-def draft_call(drafter: DraftEngine, num_requests: int, depth: int, tap_width: int) -> Callable[[], object]:
-    """One draft block for `num_requests` requests, and the ingest of two committed positions each that goes before it."""
-    rows = np.arange(num_requests, dtype=np.int64)
+def draft_call(target: TargetEngine, drafter: DraftEngine, num_requests: int, depth: int) -> Callable[[], object]:
+    """One draft block for `num_requests` requests, and the ingest of two committed positions each that goes before it.
+
+    Taps are a copy of what the target gives, where it gives it: on a device they would otherwise be sent there every time.
+    """
+    num_tokens = min(2 * num_requests, target.limits.max_batch_tokens)
+    verified = verification_batch(num_requests, num_tokens, drafter.gamma, depth, target.limits.max_slots)
+    taps = target.forward(verified).taps
+    rows = verified.rows
     ingest = IngestBatch(
-        taps=np.zeros((2 * num_requests, tap_width), np.float32),
+        taps=array_namespace(taps).asarray(taps, copy=True),
         rows=rows,
-        past_lengths=np.full(num_requests, depth - 2, np.int64),
-        query_lengths=np.full(num_requests, 2, np.int64),
+        past_lengths=depth - verified.query_lengths,
+        query_lengths=verified.query_lengths,
     )
     block = DraftBatch(
         rows=rows,

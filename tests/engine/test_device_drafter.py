@@ -135,10 +135,11 @@ def test_drafts_equal_those_of_the_onnxruntime_engine_on_the_same_graph(tmp_path
 
 
 def test_taps_of_numpy_and_of_other_float_types_are_converted(tmp_path: Path) -> None:
-    """The step table's profile hands numpy zeros; an engine in bfloat16 gives taps of its own type."""
+    """An engine in bfloat16 gives taps of its own type; a measurement may hand numpy arrays."""
     pair, _ = open_engines(tmp_path)
     engine = pair.engines.drafter
-    draft_call(engine, 3, 10, TAP_WIDTH)()
+    draft_call(pair.engines.target, engine, 3, 10)()
+    engine.ingest(IngestBatch(np.zeros((6, TAP_WIDTH), np.float32), np.array([1]), np.array([0]), np.array([6])))
     taps = torch.randn((6, TAP_WIDTH)).to(torch.bfloat16)
     rows, past, query = np.array([1]), np.array([0]), np.array([6])
     pool = engine.cache._pool[:, :, 1, :, :6]

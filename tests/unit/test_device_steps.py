@@ -14,7 +14,9 @@ TINY = ["--size", "tiny", "--layers", "3", "--slots", "2"]
 def test_every_way_of_stepping_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     assert main([*TINY, "--device", "cpu", "--output", str(report)]) == 0
-    (row,) = json.loads(report.read_text())["steps"]
+    found = json.loads(report.read_text())
+    assert found["steps_without_cuda_graphs"][0].keys() == found["steps"][0].keys()
+    (row,) = found["steps"]
     assert row.pop("num_requests") == 1
     assert set(row) == {
         *("plain_step_ms", "full_verification_ms", "draft_block_ms"),
