@@ -21,8 +21,14 @@ def cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def memory_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that this process may use: the machine's, or less where its container says so."""
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = (control_group / "memory.max").read_text().strip()
+    except OSError:  # control groups of the first version, or none
+        return installed
+    return min(installed, int(limit)) if limit.isdecimal() else installed
 
 
 def fingerprint() -> dict[str, str | int]:

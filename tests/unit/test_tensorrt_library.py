@@ -102,6 +102,15 @@ def test_gpu_memory_is_counted() -> None:
         check_memory("tensorrt", weights, TARGET, DRAFTER, device_bytes=1 << 30)
 
 
+def test_host_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {bindings.TARGET_GRAPH: 1 << 30, bindings.DRAFT_GRAPH: 1 << 20}
+    monkeypatch.setattr("dspark_trt.host.memory_bytes", lambda: 5 << 30)
+    check_memory("tensorrt_rtx", weights, TARGET, DRAFTER, device_bytes=None)
+    monkeypatch.setattr("dspark_trt.host.memory_bytes", lambda: 4 << 30)
+    with pytest.raises(EngineBuildError, match=r"compiling target\.onnx .* 4\.8 GiB of host memory .* has 4\.0 GiB"):
+        check_memory("tensorrt_rtx", weights, TARGET, DRAFTER, device_bytes=None)
+
+
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_profiles_cover_every_extent_and_the_last_one_every_call(graph: str) -> None:
     profiles = graph_profiles(graph, LIMITS, GAMMA)
