@@ -6,7 +6,9 @@ having one, but not for data-centre GPUs after the A100.
 
 from __future__ import annotations
 
+import functools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -131,33 +133,31 @@ def _listed(sms: Sequence[int]) -> str:
 
 
 class BuildLog:
-    """What TensorRT says during a build: warnings and worse are kept and go to the log of dspark_trt, the rest at debug.
+    """What TensorRT says from now on: warnings and worse are kept and go to the log of dspark_trt, information at debug.
+
+    TensorRT has one logger in a process, the first that it is given, and ignores every other one. So all builds and runtimes share
+    one here, and it writes into the youngest BuildLog.
 
     Args:
         listen: gets every message, verbose ones too.
     """
 
     def __init__(self, trt: Any, listen: Callable[[str], None] | None = None) -> None:
-        problems: list[str] = []
-        levels = {
-            trt.ILogger.INTERNAL_ERROR: logging.WARNING,
-            trt.ILogger.ERROR: logging.WARNING,
-            trt.ILogger.WARNING: logging.WARNING,
-            trt.ILogger.INFO: logging.DEBUG,
-        }
+        self._problems: list[str] = []
+        self._listen = listen
+        self.logger = _process_logger(trt)
+        self.logger.logs = [reference for reference in self.logger.logs if reference() is not None]
+        self.logger.logs.append(weakref.ref(self))
 
-        class Logger(trt.ILogger):  # type: ignore[misc]
-            def log(self, severity: Any, message: str) -> None:
-                if listen is not None:
-                    listen(message)
-                if _REMINDER in message or severity not in levels:
-                    return
-                logger.log(levels[severity], "%s", message)
-                if levels[severity] == logging.WARNING:
-                    problems.append(message)
-
-        self.logger = Logger()
-        self._problems = problems
+    def write(self, level: int | None, message: str) -> None:
+        """`level` of the log of dspark_trt; None for what only a listener wants."""
+        if self._listen is not None:
+            self._listen(message)
+        if level is None or _REMINDER in message:
+            return
+        logger.log(level, "%s", message)
+        if level == logging.WARNING:
+            self._problems.append(message)
 
     @property
     def problems(self) -> tuple[str, ...]:
@@ -169,3 +169,26 @@ class BuildLog:
         taken = tuple(self._problems)
         self._problems.clear()
         return taken
+
+
+@functools.cache
+def _process_logger(trt: Any) -> Any:
+    """The ILogger of this process: it lives as long, and hands every message to the youngest BuildLog that is alive."""
+    levels = {
+        trt.ILogger.INTERNAL_ERROR: logging.WARNING,
+        trt.ILogger.ERROR: logging.WARNING,
+        trt.ILogger.WARNING: logging.WARNING,
+        trt.ILogger.INFO: logging.DEBUG,
+    }
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.logs: list[weakref.ref[BuildLog]] = []
+
+        def log(self, severity: Any, message: str) -> None:
+            alive = [log for reference in self.logs if (log := reference()) is not None]
+            if alive:
+                alive[-1].write(levels.get(severity), message)
+
+    return Logger()

@@ -77,6 +77,25 @@ def parsed(trt: Any, model: onnx.ModelProto) -> Any:
     return parse_graph(trt, trt.Builder(log.logger), model, Path("attention.onnx"), log)
 
 
+def test_every_build_of_a_process_hears_what_the_compiler_says(trt: Any) -> None:
+    """TensorRT ignores all loggers but the first one that is alive: a second build would be deaf to "Unused Input"."""
+    first = BuildLog(trt)
+    builder = trt.Builder(first.logger)
+    second = BuildLog(trt)
+    fail_to_parse(trt, trt.Builder(second.logger), second)
+    assert second.problems != ()
+    assert first.problems == (), "the youngest alone is told"
+    del second
+    fail_to_parse(trt, builder, first)
+    assert first.problems != ()
+
+
+def fail_to_parse(trt: Any, builder: Any, log: BuildLog) -> None:
+    network = builder.create_network()
+    parser = trt.OnnxParser(network, log.logger)
+    assert not parser.parse(b"no graph")
+
+
 def test_what_the_parser_drops_is_an_error(trt: Any) -> None:
     """It knows no nonpad_kv_seqlen, parses without a word, and would attend to the whole cache."""
     keys = f"{CACHE}.out"

@@ -22,6 +22,7 @@ from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.registry import check_kernels, operations_in, register_plugins, unregister_plugins
 from dspark_trt_plugins.trt_plugin import NAMESPACE, VERSION, load_tensorrt
 
+from dspark_trt.engines.tensorrt_library import BuildLog
 from tests.plugin_graphs import draft_and_select_model
 
 REPOSITORY = Path(__file__).parents[2]
@@ -34,28 +35,6 @@ HEADS = {
     "no head": MarkovHeadForm(3, 1000, 0, hidden_size=64, weight_type="float16"),
     "top n": MarkovHeadForm(3, 1000, 16, "vanilla", hidden_size=64, weight_type="bfloat16", top_n=50),
 }
-
-
-class Log:
-    """Warnings and worse of one TensorRT build."""
-
-    def __init__(self, trt: Any) -> None:
-        class Logger(trt.ILogger):  # type: ignore[misc]
-            def __init__(self, messages: list[str]) -> None:
-                super().__init__()
-                self.messages = messages
-
-            def log(self, severity: Any, message: str) -> None:
-                if severity <= trt.ILogger.WARNING:
-                    self.messages.append(message)
-
-        self.messages: list[str] = []
-        self.logger = Logger(self.messages)
-
-    @property
-    def unexpected(self) -> list[str]:
-        """TensorRT reminds of every int64 input and output; anything else, "Unused Input" above all, is a defect."""
-        return [message for message in self.messages if "Int64 binding" not in message]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +63,7 @@ def compile_kernels(model: onnx.ModelProto, folder: Path) -> list[KernelBundle]:
     return [read_bundle(path) for path in sorted(folder.glob("*.kernels"))]
 
 
-def build(trt: Any, model: onnx.ModelProto, log: Log) -> tuple[list[Any], bytes]:
+def build(trt: Any, model: onnx.ModelProto, log: BuildLog) -> tuple[list[Any], bytes]:
     """Layer types and the engine, for all architectures at once."""
     builder = trt.Builder(log.logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -101,7 +80,7 @@ def build(trt: Any, model: onnx.ModelProto, log: Log) -> tuple[list[Any], bytes]
         profile.set_shape(value.name, *shapes)
     config.add_optimization_profile(profile)
     engine = builder.build_serialized_network(network, config)
-    assert engine is not None, log.messages
+    assert engine is not None, log.problems
     return [network.get_layer(index).type for index in range(network.num_layers)], bytes(engine)
 
 
@@ -118,7 +97,7 @@ def test_nodes_become_plugin_layers_and_the_engine_holds_their_kernels(
 ) -> None:
     bundles = compile_kernels(model, tmp_path)
     register_plugins(trt, bundles)
-    log = Log(trt)
+    log = BuildLog(trt)
     layers, engine = build(trt, model, log)
     assert layers.count(trt.LayerType.PLUGIN_V3) == 2
     assert {str(layer).removeprefix("LayerType.") for layer in layers} <= {
@@ -129,7 +108,7 @@ def test_nodes_become_plugin_layers_and_the_engine_holds_their_kernels(
         "SHUFFLE",
         "UNSQUEEZE",
     }
-    assert log.unexpected == []
+    assert log.problems == ()
     for bundle in bundles:
         assert sorted(bundle.kernels) == list(SMS)
         assert bundle.to_bytes() in engine
@@ -138,12 +117,12 @@ def test_nodes_become_plugin_layers_and_the_engine_holds_their_kernels(
 @pytest.mark.parametrize("model", CASES, indirect=True, ids=str)
 def test_without_plugins_the_function_bodies_become_native_layers(trt: Any, model: onnx.ModelProto) -> None:
     unregister_plugins(trt)  # of a runtime that other tests opened in this process
-    log = Log(trt)
+    log = BuildLog(trt)
     layers, engine = build(trt, model, log)
     assert trt.LayerType.PLUGIN_V3 not in layers
     assert layers.count(trt.LayerType.TOPK) >= 3
     assert len(engine) > 0
-    assert log.unexpected == []
+    assert log.problems == ()
 
 
 def test_a_graph_whose_kernels_are_missing_is_refused(trt: Any, registered: None, tmp_path: Path) -> None:
@@ -155,7 +134,7 @@ def test_a_graph_whose_kernels_are_missing_is_refused(trt: Any, registered: None
         check_kernels(model, bundles)
     register_plugins(trt, bundles)
     with pytest.raises(AssertionError, match="Could not create the plugin"):
-        build(trt, model, Log(trt))
+        build(trt, model, BuildLog(trt))
 
 
 def test_an_engine_gives_a_plugin_back_as_it_was(trt: Any, registered: None, tmp_path: Path) -> None:
