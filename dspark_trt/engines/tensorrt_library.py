@@ -41,9 +41,7 @@ class LibraryFacts:
 
 
 LIBRARIES: Mapping[Library, LibraryFacts] = {
-    "tensorrt": LibraryFacts(
-        'pip install "tensorrt>=11.1"', MINIMUM_VERSION, takes_sms=False, has_timing_cache=True
-    ),
+    "tensorrt": LibraryFacts('pip install "tensorrt>=11.1"', MINIMUM_VERSION, takes_sms=False, has_timing_cache=True),
     "tensorrt_rtx": LibraryFacts(
         "pip install 'dspark-trt[tensorrt-rtx]'", (1, 7), takes_sms=True, has_timing_cache=False
     ),

@@ -28,7 +28,6 @@ from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
 
-
 Attend = Callable[[str, str, str], str]  # queries [B, N, S, H], keys and values [B, K, C, H] -> [B, N, S, H]
 
 
