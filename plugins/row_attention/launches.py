@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from dspark_trt_plugins.operation import Extents, Kernel, Launch, Tensor, attributes_of, next_power_of_2
+from dspark_trt_plugins.operation import ELEMENT_BYTES, Extents, Kernel, Launch, Tensor, attributes_of, next_power_of_2
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
 
 # Query rows of one program: the heads that share a key head times the slots. A matrix product takes 16 or more.
 QUERY_BLOCKS = (16, 32, 64)
 QUERY_BLOCKS_FLOAT32 = (16,)  # without tensor cores a row costs registers
+NARROWEST = 16  # of a matrix product
+LARGEST_SUM = 64 * 128  # numbers that one program accumulates, in registers
+TILE_BYTES = 16 * 1024  # of keys, and of values: with three stages in flight it fits the shared memory of every GPU
+LARGEST_TILE = {"float32": 32, "float16": 128, "bfloat16": 128}  # positions
+MANY_SCORES = 4096  # of a tile: 8 warps, so that nothing spills
 SPLIT_POSITIONS = 256  # a split has no fewer: what it writes has to be little beside the keys and values that it reads
 MAX_SPLITS = 16
 
@@ -76,7 +81,7 @@ class RowAttentionOperation:
                 f"attend_split_{block}",
                 "kernel.attend_split",
                 {"BLOCK_Q": block},
-                num_warps=4,
+                num_warps=8 if is_float32 or block * self._position_block >= MANY_SCORES else 4,
                 num_stages=2 if is_float32 else 3,
             )
             for block in sorted(blocks)
@@ -97,7 +102,7 @@ class RowAttentionOperation:
             "SPLIT_POSITIONS": SPLIT_POSITIONS,
             "BLOCK_S": next_power_of_2(form.num_slots),
             "BLOCK_C": self._position_block,
-            "BLOCK_H": max(next_power_of_2(form.head_dim), 16),
+            "BLOCK_H": self._width,
             "BLOCK_P": next_power_of_2(self.num_splits),
         }
 
@@ -120,10 +125,18 @@ class RowAttentionOperation:
             Launch("combine_splits", (num_rows * form.num_heads * num_slots, 1), {"num_slots": num_slots}),
         )
 
-    def _query_block(self, queries: int) -> int:
-        blocks = QUERY_BLOCKS_FLOAT32 if self.form.element_type == "float32" else QUERY_BLOCKS
-        return next((block for block in blocks if queries <= block), blocks[-1])
+    @property
+    def _width(self) -> int:
+        """Of a head in registers, BLOCK_H."""
+        return max(next_power_of_2(self.form.head_dim), NARROWEST)
 
     @property
     def _position_block(self) -> int:
-        return 32 if self.form.element_type == "float32" else 64
+        """Cache positions that are read at a time, BLOCK_C."""
+        row_bytes = self._width * ELEMENT_BYTES[self.form.element_type]
+        return min(max(TILE_BYTES // row_bytes, NARROWEST), LARGEST_TILE[self.form.element_type])
+
+    def _query_block(self, queries: int) -> int:
+        all_blocks = QUERY_BLOCKS_FLOAT32 if self.form.element_type == "float32" else QUERY_BLOCKS
+        blocks = [block for block in all_blocks if block == NARROWEST or block * self._width <= LARGEST_SUM]
+        return next((block for block in blocks if queries <= block), blocks[-1])
