@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -68,8 +69,36 @@ def function_model(form: RowAttentionForm, num_layers: int = 1) -> onnx.ModelPro
         output = "attended" if layer == num_layers - 1 else f"attended.{layer}"
         nodes.append(row_attention_node(form, [query, *names, "last_seen"], [output], name=f"RowAttention.{layer}"))
         query = output
+    return _model([_info("attended", tensors["query"])], inputs, nodes, form)
+
+
+def cached_model(form: RowAttentionForm, num_layers: int) -> onnx.ModelProto:
+    """As a target attends: each layer writes new keys and values into caches that stay where they are, and attends."""
+    tensors = {tensor.name: tensor for tensor in RowAttentionOperation(form).inputs}
+    new = replace(tensors["keys"], shape=("B", form.num_kv_heads, "S", form.head_dim))
+    inputs = [_info(name, tensors[name]) for name in ("query", "last_seen")]
+    inputs.append(_info("begin", replace(tensors["last_seen"], shape=("B",))))
+    outputs, nodes, query = [], [], "query"
+    for layer in range(num_layers):
+        caches = [f"keys.{layer}", f"values.{layer}"]
+        for name in caches:
+            inputs += [_info(name, tensors["keys"]), _info(f"new.{name}", new)]
+            nodes.append(helper.make_node("TensorScatter", [name, f"new.{name}", "begin"], [f"{name}.output"], axis=2))
+            outputs.append(_info(f"{name}.output", tensors["keys"]))
+        given = [query, *(f"{name}.output" for name in caches), "last_seen"]
+        query = f"attended.{layer}"
+        nodes.append(row_attention_node(form, given, [query], name=f"RowAttention.{layer}"))
+    return _model([_info(query, tensors["query"]), *outputs], inputs, nodes, form)
+
+
+def _model(
+    outputs: list[onnx.ValueInfoProto],
+    inputs: list[onnx.ValueInfoProto],
+    nodes: list[onnx.NodeProto],
+    form: RowAttentionForm,
+) -> onnx.ModelProto:
     return helper.make_model(
-        helper.make_graph(nodes, "row_attention", inputs, [_info("attended", tensors["query"])]),
+        helper.make_graph(nodes, "row_attention", inputs, outputs),
         opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)],
         functions=[row_attention_function(form)],
         ir_version=11,
