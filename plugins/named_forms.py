@@ -1,4 +1,4 @@
-"""Forms of published drafters and of every head, by name: what the resource report and the microbenchmark look at."""
+"""Forms of published models and of every kind, by name: what the resource report and the microbenchmark look at."""
 
 from __future__ import annotations
 

@@ -21,7 +21,11 @@ from onnx import helper
 
 REPOSITORY = Path(__file__).parents[2]
 REPORT = REPOSITORY / "plugins" / "resources.json"
-COMPILED_HERE = ("smollm2-135m", "prefix-select-lagged-budget")  # the others take minutes; their report is committed
+COMPILED_HERE = (
+    "smollm2-135m",
+    "prefix-select-lagged-budget",
+    "row-attention-smollm2-135m",
+)  # the others take minutes; their report is committed
 
 
 def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
