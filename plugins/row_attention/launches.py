@@ -5,6 +5,7 @@ Shape letters: `B` rows, `N` query heads, `K` KV heads, `S` padded query length,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -48,40 +49,27 @@ class RowAttentionOperation:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        form = self.form
-        cache = ("B", form.num_kv_heads, form.capacity, form.head_dim)
-        return (
-            Tensor("query", form.element_type, ("B", form.num_heads, "S", form.head_dim)),
-            Tensor("keys", form.element_type, cache),
-            Tensor("values", form.element_type, cache),
-            Tensor("last_seen", "int64", ("B", "S")),
-        )
+        return _inputs(self.form)
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
-        form = self.form
-        return (Tensor("attended", form.element_type, ("B", form.num_heads, "S", form.head_dim)),)
+        return _outputs(self.form)
 
     @property
     def workspace(self) -> tuple[Tensor, ...]:
-        shape = ("B", self.form.num_heads, "S", self.num_splits)
-        return (
-            Tensor("accumulators", "float32", (*shape, self.form.head_dim)),
-            Tensor("maxima", "float32", shape),
-            Tensor("sums", "float32", shape),
-        )
+        return _workspace(self.form, self.num_splits)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         form = self.form
         is_float32 = form.element_type == "float32"
-        blocks = {self._query_block(form.group_size * slots) for slots in range(1, form.num_slots + 1)}
+        blocks = {_query_block(form, form.group_size * slots) for slots in range(1, form.num_slots + 1)}
         kernels = [
             Kernel(
                 f"attend_split_{block}",
                 "kernel.attend_split",
                 {"BLOCK_Q": block},
-                num_warps=8 if is_float32 or block * self._position_block >= MANY_SCORES else 4,
+                num_warps=8 if is_float32 or block * _position_block(form) >= MANY_SCORES else 4,
                 num_stages=2 if is_float32 else 3,
             )
             for block in sorted(blocks)
@@ -90,53 +78,86 @@ class RowAttentionOperation:
 
     @property
     def arguments(self) -> Mapping[str, str | int | None]:
-        form = self.form
-        tensors = {tensor.name: tensor.name for tensor in (*self.inputs, *self.outputs, *self.workspace)}
-        return {
-            **tensors,
-            "NUM_HEADS": form.num_heads,
-            "NUM_KV_HEADS": form.num_kv_heads,
-            "CAPACITY": form.capacity,
-            "H": form.head_dim,
-            "NUM_SPLITS": self.num_splits,
-            "SPLIT_POSITIONS": SPLIT_POSITIONS,
-            "BLOCK_S": next_power_of_2(form.num_slots),
-            "BLOCK_C": self._position_block,
-            "BLOCK_H": self._width,
-            "BLOCK_P": next_power_of_2(self.num_splits),
-        }
+        return _arguments(self)
 
     def launches(self, extents: Extents) -> tuple[Launch, ...]:
-        form, num_rows, num_slots = self.form, extents["B"], extents["S"]
-        if num_slots > form.num_slots:
-            raise ValueError(f"query: expected {form.num_slots} slots or fewer, found {num_slots}")
-        if num_rows * num_slots == 0:
-            return ()
-        queries = form.group_size * num_slots  # of one key head
-        block = self._query_block(queries)
-        query_blocks = -(-queries // block)
-        programs = num_rows * form.num_kv_heads * query_blocks
-        return (
-            Launch(
-                f"attend_split_{block}",
-                (programs, self.num_splits),
-                {"num_slots": num_slots, "num_query_blocks": query_blocks},
-            ),
-            Launch("combine_splits", (num_rows * form.num_heads * num_slots, 1), {"num_slots": num_slots}),
-        )
+        return _launches(self, extents["B"], extents["S"])
 
-    @property
-    def _width(self) -> int:
-        """Of a head in registers, BLOCK_H."""
-        return max(next_power_of_2(self.form.head_dim), NARROWEST)
 
-    @property
-    def _position_block(self) -> int:
-        """Cache positions that are read at a time, BLOCK_C."""
-        row_bytes = self._width * ELEMENT_BYTES[self.form.element_type]
-        return min(max(TILE_BYTES // row_bytes, NARROWEST), LARGEST_TILE[self.form.element_type])
+# A call of every layer of every step asks for these: they are made once.
+@functools.cache
+def _inputs(form: RowAttentionForm) -> tuple[Tensor, ...]:
+    cache = ("B", form.num_kv_heads, form.capacity, form.head_dim)
+    return (
+        Tensor("query", form.element_type, ("B", form.num_heads, "S", form.head_dim)),
+        Tensor("keys", form.element_type, cache),
+        Tensor("values", form.element_type, cache),
+        Tensor("last_seen", "int64", ("B", "S")),
+    )
 
-    def _query_block(self, queries: int) -> int:
-        all_blocks = QUERY_BLOCKS_FLOAT32 if self.form.element_type == "float32" else QUERY_BLOCKS
-        blocks = [block for block in all_blocks if block == NARROWEST or block * self._width <= LARGEST_SUM]
-        return next((block for block in blocks if queries <= block), blocks[-1])
+
+@functools.cache
+def _outputs(form: RowAttentionForm) -> tuple[Tensor, ...]:
+    return (Tensor("attended", form.element_type, ("B", form.num_heads, "S", form.head_dim)),)
+
+
+@functools.cache
+def _workspace(form: RowAttentionForm, num_splits: int) -> tuple[Tensor, ...]:
+    shape = ("B", form.num_heads, "S", num_splits)
+    return (
+        Tensor("accumulators", "float32", (*shape, form.head_dim)),
+        Tensor("maxima", "float32", shape),
+        Tensor("sums", "float32", shape),
+    )
+
+
+@functools.cache
+def _arguments(operation: RowAttentionOperation) -> Mapping[str, str | int | None]:
+    form = operation.form
+    return {
+        **{tensor.name: tensor.name for tensor in (*operation.inputs, *operation.outputs, *operation.workspace)},
+        "NUM_HEADS": form.num_heads,
+        "NUM_KV_HEADS": form.num_kv_heads,
+        "CAPACITY": form.capacity,
+        "H": form.head_dim,
+        "NUM_SPLITS": operation.num_splits,
+        "SPLIT_POSITIONS": SPLIT_POSITIONS,
+        "BLOCK_S": next_power_of_2(form.num_slots),
+        "BLOCK_C": _position_block(form),
+        "BLOCK_H": _width(form),
+        "BLOCK_P": next_power_of_2(operation.num_splits),
+    }
+
+
+@functools.lru_cache(maxsize=1024)  # of the shapes of a few engines
+def _launches(operation: RowAttentionOperation, num_rows: int, num_slots: int) -> tuple[Launch, ...]:
+    form = operation.form
+    if num_slots > form.num_slots:
+        raise ValueError(f"query: expected {form.num_slots} slots or fewer, found {num_slots}")
+    if num_rows * num_slots == 0:
+        return ()
+    queries = form.group_size * num_slots  # of one key head
+    block = _query_block(form, queries)
+    query_blocks = -(-queries // block)
+    scalars = {"num_slots": num_slots, "num_query_blocks": query_blocks}
+    return (
+        Launch(f"attend_split_{block}", (num_rows * form.num_kv_heads * query_blocks, operation.num_splits), scalars),
+        Launch("combine_splits", (num_rows * form.num_heads * num_slots, 1), {"num_slots": num_slots}),
+    )
+
+
+def _width(form: RowAttentionForm) -> int:
+    """Of a head in registers, BLOCK_H."""
+    return max(next_power_of_2(form.head_dim), NARROWEST)
+
+
+def _position_block(form: RowAttentionForm) -> int:
+    """Cache positions that are read at a time, BLOCK_C."""
+    row_bytes = _width(form) * ELEMENT_BYTES[form.element_type]
+    return min(max(TILE_BYTES // row_bytes, NARROWEST), LARGEST_TILE[form.element_type])
+
+
+def _query_block(form: RowAttentionForm, queries: int) -> int:
+    all_blocks = QUERY_BLOCKS_FLOAT32 if form.element_type == "float32" else QUERY_BLOCKS
+    blocks = [block for block in all_blocks if block == NARROWEST or block * _width(form) <= LARGEST_SUM]
+    return next((block for block in blocks if queries <= block), blocks[-1])
