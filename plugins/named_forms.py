@@ -38,6 +38,7 @@ NAMED_FORMS: dict[str, MarkovHeadOperation | PrefixSelectOperation | RowAttentio
     "prefix-select-lagged-budget": PrefixSelectOperation(PrefixSelectForm(7, "lagged_budget")),
     "row-attention-qwen3-8b": _attention(32, 8, 128),
     "row-attention-qwen3-8b-drafter": _attention(32, 8, 128, num_slots=7),
+    "row-attention-qwen3-8b-prompts": _attention(32, 8, 128, num_slots=512),
     "row-attention-qwen3-8b-float32": _attention(32, 8, 128, element_type="float32"),
     "row-attention-smollm2-135m": _attention(9, 3, 64),
     "row-attention-without-groups": _attention(8, 8, 64, element_type="float16"),

@@ -95,8 +95,8 @@ def expected_layers(pair: Pair, *, use_plugins: bool) -> dict[str, dict[str, int
             bindings.DRAFT_GRAPH: layers(drafter, 2 * drafter, drafter, 0),
             bindings.SELECT_GRAPH: {},
         }
-    return {  # what is left of attention is that of prompt chunks
-        bindings.TARGET_GRAPH: layers(target, 2 * groups * target, target, target),
+    return {
+        bindings.TARGET_GRAPH: layers(0, 2 * groups * target, target, groups * target),
         bindings.INGEST_GRAPH: layers(0, 2 * drafter, drafter, 0),
         bindings.DRAFT_GRAPH: layers(0, 2 * drafter, drafter, drafter + 1),
         bindings.SELECT_GRAPH: layers(0, 0, 0, 1),

@@ -1,10 +1,10 @@
 """`standard`: attention for TensorRT, and on ONNX Runtime as a check.
 
-TensorScatter writes the padded keys and values into the rows. Rows that verify and draft blocks are attended over by the node
-`dspark::RowAttention`, whose kernels read what is live (docs/adr/0007), prompt chunks by opset 24's Attention, which sees the
-whole row under a mask that the graph makes from the lengths; the body of RowAttention says the same. The mask is explicit because
-the other ways to say it are not portable: TensorRT's parser drops `nonpad_kv_seqlen` silently, aligns `is_causal` to the upper
-left and refuses past/present. On ONNX Runtime the cost follows the capacity of a row, not its live length.
+TensorScatter writes the padded keys and values into the rows. The node `dspark::RowAttention` attends over them: its kernels read
+what is live (docs/adr/0007), its body is opset 24's Attention over the whole row under a mask made from the lengths. The mask is
+explicit because the other ways to say it are not portable: TensorRT's parser drops `nonpad_kv_seqlen` silently, aligns
+`is_causal` to the upper left and refuses past/present. On ONNX Runtime the cost follows the capacity of a row, not its live
+length.
 
 Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides what is
 there, but a NaN of another request would get through it (0 * NaN).
@@ -49,10 +49,8 @@ class StandardCausalAttention:
                     builder.scalar(1),
                 )
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
-                if group == bindings.DECODE:
-                    attend = _live_attention(builder, spec, dims, last_seen, num_slots=gamma + 1)
-                else:
-                    attend = _masked_attention(builder, spec, dims, last_seen)
+                num_slots = gamma + 1 if group == bindings.DECODE else dims.limits.max_batch_tokens
+                attend = _live_attention(builder, spec, dims, last_seen, num_slots=num_slots)
                 self._rows[group] = _Rows(builder, spec, dims, group, tokens, past, query, attend)
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
@@ -179,19 +177,6 @@ def _live_attention(
         attended = f"{name}:0"
         builder.node(row_attention_node(form, [query, keys, values, last_seen], [attended], name=name), function)
         return attended
-
-    return attend
-
-
-def _masked_attention(
-    builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims | DrafterDims, last_seen: str
-) -> Attend:
-    """The same by standard operators, for any S. All layers share the mask [B, 1, S, C]: true where a query may look."""
-    positions = builder.constant(np.arange(dims.cache.capacity, dtype=np.int64))
-    mask = builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
-
-    def attend(query: str, keys: str, values: str) -> str:
-        return builder.op("Attention", query, keys, values, mask, scale=spec.head_dim**-0.5)
 
     return attend
 

@@ -85,10 +85,12 @@ def attend_split(
         largest = tl.zeros([BLOCK_Q], tl.float32) + LOWEST
         total = tl.zeros([BLOCK_Q], tl.float32)
         weighted = tl.zeros([BLOCK_Q, BLOCK_H], tl.float32)
-        for block in range(begin, tl.minimum(begin + share, num_live), BLOCK_C):
+        # no query of this block sees further; what none of them sees of the split leaves LOWEST behind
+        end = tl.minimum(begin + share, tl.max(limits, axis=0) + 1)
+        for block in range(begin, end, BLOCK_C):
             positions = block + tl.arange(0, BLOCK_C)
             at = first + positions[:, None] * H + hs[None, :]
-            is_read = (positions < num_live)[:, None] & (hs < H)[None, :]  # 0 * NaN would be NaN
+            is_read = (positions < end)[:, None] & (hs < H)[None, :]  # 0 * NaN would be NaN
             k = tl.load(keys + at, mask=is_read, other=0.0)
             scores = tl.dot(q, tl.trans(k), input_precision="ieee") * (LOG2_E * H**-0.5)
             scores = tl.where(positions[None, :] <= limits[:, None], scores, -float("inf"))

@@ -16,12 +16,13 @@ from dspark_trt_plugins.row_attention.form import RowAttentionForm
 QUERY_BLOCKS = (16, 32, 64)
 QUERY_BLOCKS_FLOAT32 = (16,)  # without tensor cores a row costs registers
 NARROWEST = 16  # of a matrix product
-LARGEST_SUM = 64 * 128  # numbers that one program accumulates, in registers
+WIDEST = 128  # of a head that more than the smallest block of queries is taken of: wider ones spill
 TILE_BYTES = 16 * 1024  # of keys, and of values: with three stages in flight it fits the shared memory of every GPU
 LARGEST_TILE = {"float32": 32, "float16": 128, "bfloat16": 128}  # positions
 MANY_SCORES = 4096  # of a tile: 8 warps, so that nothing spills
 SPLIT_POSITIONS = 256  # a split has no fewer: what it writes has to be little beside the keys and values that it reads
 MAX_SPLITS = 16
+QUERIES_WITHOUT_SPLITS = 128  # slots that keep a GPU busy by themselves, as prompt chunks do
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,10 @@ class RowAttentionOperation:
 
     @property
     def num_splits(self) -> int:
-        """Programs that share the positions of a row, P."""
-        return min(-(-self.form.capacity // SPLIT_POSITIONS), MAX_SPLITS)
+        """Programs that share the positions of a row, P: many where queries are few."""
+        form = self.form
+        wanted = max(QUERIES_WITHOUT_SPLITS // form.num_slots, 1)
+        return min(-(-form.capacity // SPLIT_POSITIONS), wanted, MAX_SPLITS)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -159,5 +162,5 @@ def _position_block(form: RowAttentionForm) -> int:
 
 def _query_block(form: RowAttentionForm, queries: int) -> int:
     all_blocks = QUERY_BLOCKS_FLOAT32 if form.element_type == "float32" else QUERY_BLOCKS
-    blocks = [block for block in all_blocks if block == NARROWEST or block * _width(form) <= LARGEST_SUM]
+    blocks = all_blocks if _width(form) <= WIDEST else all_blocks[:1]
     return next((block for block in blocks if queries <= block), blocks[-1])

@@ -24,8 +24,7 @@ NUM_LAYERS = 3
 KV_HEADS, HEAD_DIM = 2, 64
 GAMMA = 5
 PROFILES = {bindings.TARGET_GRAPH: ("decode", "verify", "prefill"), bindings.DRAFT_GRAPH: ("draft",)}
-# what RowAttention attends over
-GROUPS = {bindings.TARGET_GRAPH: bindings.DECODE, bindings.DRAFT_GRAPH: bindings.CONTEXT}
+GROUPS = {bindings.TARGET_GRAPH: bindings.TARGET_GROUPS, bindings.DRAFT_GRAPH: (bindings.CONTEXT,)}
 CASES = [(graph, profile) for graph, profiles in PROFILES.items() for profile in profiles]
 Tensors = dict[str, tuple[int, ...]]  # shapes by name, -1 where the call decides
 
@@ -127,44 +126,28 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize(("graph", "profile"), CASES)
 def test_the_plugin_reads_the_bound_caches(compiled: Listings, graph: str, profile: str) -> None:
-    group, cache = GROUPS[graph], (-1, KV_HEADS, CAPACITY, HEAD_DIM)
     plugins = [layer for layer in compiled[graph, profile].layers if layer.is_plugin]
-    assert [layer.caches(group) for layer in plugins] == [
-        {
-            bindings.cache_output(bindings.key_cache(group, layer)): cache,
-            bindings.cache_output(bindings.value_cache(group, layer)): cache,
-        }
-        for layer in range(NUM_LAYERS)
-    ]
-    assert [layer.copies for layer in plugins] == [[]] * NUM_LAYERS
+    for group in GROUPS[graph]:
+        read = [layer.caches(group) for layer in plugins if layer.caches(group)]
+        assert [list(caches) for caches in read] == [
+            [bindings.cache_output(name(group, layer)) for name in (bindings.key_cache, bindings.value_cache)]
+            for layer in range(NUM_LAYERS)
+        ]
+        assert {shape[1:] for caches in read for shape in caches.values()} == {(KV_HEADS, CAPACITY, HEAD_DIM)}
+    assert len(plugins) == NUM_LAYERS * len(GROUPS[graph])
 
 
 @pytest.mark.parametrize(("graph", "profile"), CASES)
-def test_nothing_else_reads_them_but_the_update(compiled: Listings, graph: str, profile: str) -> None:
-    others = [layer for layer in compiled[graph, profile].layers if not layer.is_plugin]
-    readers = [layer for layer in others if layer.caches(GROUPS[graph])]
-    updated = [name for layer in readers for name in layer.caches(GROUPS[graph])]
-    assert all(layer.is_update for layer in readers)
-    assert len(updated) == len(set(updated)) == 2 * NUM_LAYERS, "each cache once"
-    assert [layer.name for layer in readers if layer.copies] == []
-
-
-@pytest.mark.parametrize(("graph", "profile"), [case for case in CASES if case[1] != "prefill"])
-def test_a_step_without_prompt_chunks_copies_nothing(compiled: Listings, graph: str, profile: str) -> None:
-    """The group of prompt chunks idles in one row, whose caches native attention reads where they are."""
+def test_nothing_else_reads_them_but_the_update_and_nothing_is_copied(
+    compiled: Listings, graph: str, profile: str
+) -> None:
     listing = compiled[graph, profile]
+    others = [layer for layer in listing.layers if not layer.is_plugin]
+    for group in GROUPS[graph]:
+        readers = [layer for layer in others if layer.caches(group)]
+        updated = [name for layer in readers for name in layer.caches(group)]
+        assert all(layer.is_update for layer in readers)
+        assert len(updated) == len(set(updated)) == 2 * NUM_LAYERS, "each cache once"
     assert [layer.name for layer in listing.layers if layer.copies] == []
     keys_of_a_layer = LIMITS.max_slots * KV_HEADS * CAPACITY * HEAD_DIM * 2
     assert listing.scratch_bytes < keys_of_a_layer  # 8 MB of it are for matrix products
-
-
-def test_native_attention_over_prompt_chunks_copies(compiled: Listings) -> None:
-    """Keys and values of every row of the group, in every layer. If this fails, TensorRT-RTX got better: see ADR 7."""
-    layers = compiled[bindings.TARGET_GRAPH, "prefill"].layers
-    copied = {name for layer in layers if layer.copies for name in layer.caches(bindings.PREFILL)}
-    expected = {
-        bindings.cache_output(cache(bindings.PREFILL, layer))
-        for cache in (bindings.key_cache, bindings.value_cache)
-        for layer in range(NUM_LAYERS)
-    }
-    assert copied == expected

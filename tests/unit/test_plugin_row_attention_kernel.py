@@ -59,6 +59,16 @@ def test_queries_of_a_key_head_that_no_single_program_holds(
     assert_right(form, random_rows(form, causal([300, 0], num_slots)))
 
 
+@pytest.mark.parametrize("element_type", ["float32", "float16"])
+@pytest.mark.parametrize(("num_slots", "num_splits"), [(128, 1), (60, 2)])
+def test_a_prompt_chunk_of_queries_that_see_less_and_less(num_slots: int, num_splits: int, element_type: Any) -> None:
+    """Blocks of early queries end before the row does, and may see nothing of a split."""
+    form = RowAttentionForm(2, 1, 16, 700, num_slots, element_type)
+    assert RowAttentionOperation(form).num_splits == num_splits
+    assert_right(form, random_rows(form, causal([0, 500], num_slots)))
+    assert_right(form, random_rows(form, causal([640 - num_slots], num_slots // 2)))
+
+
 EDGES = (0, 1, 31, 32, 63, 64, 65, SPLIT_POSITIONS - 1, SPLIT_POSITIONS, SPLIT_POSITIONS + 1, 2 * SPLIT_POSITIONS, 699)
 
 
