@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
     operations = {name: NAMED_FORMS[name] for name in options.form or NAMED_FORMS}
     if options.graph:
         model = onnx.load(options.graph, load_external_data=False)
-        operations = {operation.name: operation for operation in operations_in(model)}
+        operations = {f"{each.name}-{index}": each for index, each in enumerate(operations_in(model))}
     for name, operation in operations.items():
         print(f"{name}:", end="", flush=True)
         bundle = compile_operation(operation, options.sm or SUPPORTED_SMS, _show_progress)

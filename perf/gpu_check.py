@@ -7,7 +7,7 @@
 | kernels | both plugins' kernels against their references, in CUDA graphs, with poisoned surroundings | |
 | device sessions | the graphs in PyTorch with the compiled kernels: against the CPU, in CUDA graphs | the package's own dependencies |
 | device runtime | greedy identity, chi-square, CUDA graphs and stream order on the CUDA reference engine | the package's own dependencies |
-| plugin microbenchmark | both plugins against straightforward torch and against the byte floor | |
+| plugin microbenchmark | all plugins against straightforward torch and against the byte floor | |
 | device steps | a step table excerpt of the CUDA reference engine, eager against CUDA graphs | the package's own dependencies |
 | plugins in TensorRT | engines with both plugins run | tensorrt or tensorrt_rtx |
 | TensorRT engines | numerics, in-place caches, mask, greedy identity, against the reference on the device | tensorrt or tensorrt_rtx |

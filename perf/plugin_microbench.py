@@ -1,4 +1,4 @@
-"""Time both plugins on this GPU against a straightforward torch implementation and against the time their bytes take.
+"""Time all plugins on this GPU against a straightforward torch implementation and against the time their bytes take.
 
     python perf/plugin_microbench.py --output perf/results/plugins_h200.json
 
@@ -11,6 +11,7 @@ Exit status 3: no GPU.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -20,16 +21,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_cases import attention_floor_bytes, attention_inputs, torch_row_attention
 from dspark_trt_plugins.markov_head.form import W1, W2
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.named_forms import NAMED_FORMS
 from dspark_trt_plugins.operation import ELEMENT_BYTES, Operation
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
+from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 from torch_plugins import Tensors, torch_markov_head, torch_prefix_select
 
 HEAD_FORMS = ("smollm2-135m", "qwen3-8b", "qwen3-8b-bfloat16-logits", "qwen3-8b-top-2048", "qwen3-8b-rnn")
 SELECT_FORMS = ("prefix-select-lagged-budget", "prefix-select-early-stop")
+ATTENTION_FORMS = ("row-attention-qwen3-8b", "row-attention-smollm2-135m")
+LIVE_POSITIONS = (256, 1024, 4096)  # of a capacity of 4608
 NUM_REQUESTS = (1, 8, 32, 64)
 COPY_BYTES = 2**31
 WARMUP_RUNS, TIMED_RUNS = 5, 30
@@ -39,6 +44,7 @@ MAX_STEP_TOKENS = 4096
 @dataclass(frozen=True, slots=True)
 class Row:
     form: str
+    num_live: int  # cache positions of attention; else 0
     num_requests: int
     kernel_us: float
     torch_us: float
@@ -46,8 +52,10 @@ class Row:
     floor_us: float
 
 
-def floor_bytes(operation: Operation, num_requests: int) -> int:
-    """Bytes that one call has to move: inputs and outputs once, W2 once a slot."""
+def floor_bytes(operation: Operation, num_requests: int, num_live: int = 0) -> int:
+    """Bytes that one call has to move: inputs and outputs once, W2 once a slot, of caches what is live."""
+    if isinstance(operation, RowAttentionOperation):
+        return attention_floor_bytes(operation, num_requests, num_live)
     if isinstance(operation, PrefixSelectOperation):
         extents = {"R": num_requests, "B": num_requests, "T": _num_packed(operation.form, num_requests), "S": 1}
         return sum(tensor.num_bytes(extents) for tensor in (*operation.inputs, *operation.outputs))
@@ -62,8 +70,10 @@ def floor_bytes(operation: Operation, num_requests: int) -> int:
     return total + form.gamma * row_bytes * (rows_of_w2 + num_requests)
 
 
-def example_inputs(operation: Operation, num_requests: int, device: str) -> Tensors:
+def example_inputs(operation: Operation, num_requests: int, device: str, num_live: int = 0) -> Tensors:
     """Random inputs of a step; half of all drafts can be admitted."""
+    if isinstance(operation, RowAttentionOperation):
+        return attention_inputs(operation, num_requests, num_live, device)
     if isinstance(operation, PrefixSelectOperation):
         return _select_inputs(operation, num_requests, device)
     torch.manual_seed(0)
@@ -143,36 +153,38 @@ def measure(bandwidth: float) -> Iterator[Row]:
     from dspark_trt_plugins.launch import TorchOperation
 
     major, minor = torch.cuda.get_device_capability()
-    for name in (*HEAD_FORMS, *SELECT_FORMS):
+    for name in (*HEAD_FORMS, *SELECT_FORMS, *ATTENTION_FORMS):
         operation = NAMED_FORMS[name]
         run = TorchOperation(operation, compile_operation(operation, [10 * major + minor]))
-        for num_requests in NUM_REQUESTS:
-            inputs = example_inputs(operation, num_requests, "cuda")
+        lengths = LIVE_POSITIONS if name in ATTENTION_FORMS else (0,)
+        for num_live, num_requests in itertools.product(lengths, NUM_REQUESTS):
+            inputs = example_inputs(operation, num_requests, "cuda", num_live)
             outputs = run(inputs)
             baseline = _baseline(operation, inputs)
             yield Row(
                 form=name,
+                num_live=num_live,
                 num_requests=num_requests,
                 kernel_us=median_us(as_graph(lambda run=run, i=inputs, o=outputs: run(i, o))),  # type: ignore[misc]
                 torch_us=median_us(as_graph(baseline)),
                 torch_without_graph_us=median_us(baseline),
-                floor_us=floor_bytes(operation, num_requests) / bandwidth,
+                floor_us=floor_bytes(operation, num_requests, num_live) / bandwidth,
             )
 
 
 def _baseline(operation: Operation, inputs: Tensors) -> Callable[[], Tensors]:
     if isinstance(operation, PrefixSelectOperation):
         return lambda: torch_prefix_select(operation.form, inputs)
+    if isinstance(operation, RowAttentionOperation):
+        return lambda: torch_row_attention(operation.form, inputs)
     assert isinstance(operation, MarkovHeadOperation)
     return lambda: torch_markov_head(operation.form, inputs)
 
 
 def table(rows: list[Row]) -> str:
-    columns = (
-        f"{'form':28}{'R':>4}{'kernel us':>12}{'torch us':>12}{'no graph us':>13}{'floor us':>11}{'floor/kernel':>14}"
-    )
+    columns = f"{'form':28}{'live':>6}{'R':>4}{'kernel us':>12}{'torch us':>12}{'no graph us':>13}{'floor us':>11}{'floor/kernel':>14}"
     lines = [
-        f"{row.form:28}{row.num_requests:4}{row.kernel_us:12.1f}{row.torch_us:12.1f}{row.torch_without_graph_us:13.1f}"
+        f"{row.form:28}{row.num_live or '':>6}{row.num_requests:4}{row.kernel_us:12.1f}{row.torch_us:12.1f}{row.torch_without_graph_us:13.1f}"
         f"{row.floor_us:11.2f}{row.floor_us / row.kernel_us:14.0%}"
         for row in rows
     ]

@@ -1,4 +1,4 @@
-"""Forms of published drafters and of every head, by name: what the resource report and the microbenchmark look at."""
+"""Forms of published models and of every kind, by name: what the resource report and the microbenchmark look at."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
+from dspark_trt_plugins.row_attention.form import FloatType, RowAttentionForm
+from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
+
+CAPACITY = 4608  # of a row of a context of 4096 and of steps of 512 tokens
 
 
 def _qwen3_8b(**changes: Any) -> MarkovHeadOperation:
@@ -15,7 +19,13 @@ def _qwen3_8b(**changes: Any) -> MarkovHeadOperation:
     return MarkovHeadOperation(MarkovHeadForm(**{**sizes, **changes}))
 
 
-NAMED_FORMS: dict[str, MarkovHeadOperation | PrefixSelectOperation] = {
+def _attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, num_slots: int = 8, element_type: FloatType = "bfloat16"
+) -> RowAttentionOperation:
+    return RowAttentionOperation(RowAttentionForm(num_heads, num_kv_heads, head_dim, CAPACITY, num_slots, element_type))
+
+
+NAMED_FORMS: dict[str, MarkovHeadOperation | PrefixSelectOperation | RowAttentionOperation] = {
     "smollm2-135m": _qwen3_8b(vocab_size=49152, markov_rank=64, hidden_size=576),
     "qwen3-8b": _qwen3_8b(),
     "qwen3-8b-bfloat16-logits": _qwen3_8b(logits_type="bfloat16"),
@@ -26,4 +36,14 @@ NAMED_FORMS: dict[str, MarkovHeadOperation | PrefixSelectOperation] = {
     "qwen3-8b-without-head": _qwen3_8b(markov_rank=0),
     "prefix-select-early-stop": PrefixSelectOperation(PrefixSelectForm(7, "early_stop")),
     "prefix-select-lagged-budget": PrefixSelectOperation(PrefixSelectForm(7, "lagged_budget")),
+    "row-attention-qwen3-8b": _attention(32, 8, 128),
+    "row-attention-qwen3-8b-drafter": _attention(32, 8, 128, num_slots=7),
+    "row-attention-qwen3-8b-prompts": _attention(32, 8, 128, num_slots=512),
+    "row-attention-qwen3-8b-float32": _attention(32, 8, 128, element_type="float32"),
+    "row-attention-smollm2-135m": _attention(9, 3, 64),
+    "row-attention-without-groups": _attention(8, 8, 64, element_type="float16"),
+    "row-attention-groups-of-8": _attention(64, 8, 128),
+    "row-attention-heads-of-80": _attention(32, 8, 80),
+    "row-attention-heads-of-96": _attention(32, 8, 96, element_type="float16"),
+    "row-attention-heads-of-256": _attention(16, 4, 256),
 }

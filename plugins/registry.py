@@ -11,18 +11,21 @@ from dspark_trt_plugins.bundle import KernelBundle
 from dspark_trt_plugins.markov_head import plugin as markov_head_plugin
 from dspark_trt_plugins.operation import Operation
 from dspark_trt_plugins.prefix_select import plugin as prefix_select_plugin
+from dspark_trt_plugins.row_attention import plugin as row_attention_plugin
 from dspark_trt_plugins.trt_plugin import NAMESPACE, VERSION, unregister
 
-_PLUGINS: Mapping[str, ModuleType] = {plugin.NAME: plugin for plugin in (markov_head_plugin, prefix_select_plugin)}
+_PLUGINS: Mapping[str, ModuleType] = {
+    plugin.NAME: plugin for plugin in (markov_head_plugin, prefix_select_plugin, row_attention_plugin)
+}
 _NOT_OF_THE_FORM = {"plugin_namespace", "plugin_version"}
 
 
 def operations_in(model: onnx.ModelProto) -> list[Operation]:
-    """One operation for each node that a plugin can take: what kernels have to be compiled for this graph.
+    """The operations of all nodes that a plugin can take, each form once: what has to be compiled for this graph.
 
     Raises ValueError for a node of our domain that is none of ours.
     """
-    operations = []
+    operations: list[Operation] = []
     for node in model.graph.node:
         if node.domain != NAMESPACE:
             continue
@@ -38,7 +41,9 @@ def operations_in(model: onnx.ModelProto) -> list[Operation]:
             for name, value in attributes.items()
             if name not in _NOT_OF_THE_FORM
         }
-        operations.append(_PLUGINS[node.op_type].operation(form))
+        operation = _PLUGINS[node.op_type].operation(form)
+        if operation not in operations:  # layers share their form
+            operations.append(operation)
     return operations
 
 

@@ -95,7 +95,7 @@ class GuardedTensor:
 
 
 def run(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Outputs by name. Float inputs are rounded to the operation's element types."""
+    """Outputs by name; bfloat16 as float32. Float inputs are rounded to the operation's element types."""
     kernels = {kernel.name: kernel for kernel in operation.kernels}
     extents = extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs])
     tensors = {tensor.name: GuardedTensor(tensor, extents, inputs[tensor.name]) for tensor in operation.inputs}
@@ -116,4 +116,10 @@ def run(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> dict[str, N
         tensor.assert_surroundings_untouched()
     for name, value in before.items():
         assert torch.equal(value.view(torch.uint8), tensors[name].value.view(torch.uint8)), f"{name}: an input changed"
-    return {tensor.name: tensors[tensor.name].value.numpy() for tensor in operation.outputs}
+    return {tensor.name: _as_array(tensors[tensor.name].value) for tensor in operation.outputs}
+
+
+def _as_array(value: torch.Tensor) -> NDArray[Any]:
+    """NumPy has no bfloat16."""
+    result: NDArray[Any] = (value.float() if value.dtype is torch.bfloat16 else value).numpy()
+    return result

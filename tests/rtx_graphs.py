@@ -81,23 +81,25 @@ def compile_pair(
 def expected_layers(pair: Pair, *, use_plugins: bool) -> dict[str, dict[str, int]]:
     """Number of layers by graph and type, of the types that this project counts on."""
     groups = len(bindings.TARGET_GROUPS)
-    num_plugins = 1 if use_plugins else 0
     target, drafter = pair.target.decoder.num_layers, pair.drafter.decoder.num_layers
 
     def layers(attention: int, caches: int, rotary: int, plugins: int) -> dict[str, int]:
         counts = dict(zip(NATIVE, (attention, attention, caches, rotary), strict=True)) | {PLUGIN: plugins}
         return {name: count for name, count in counts.items() if count}
 
-    held = [
-        spec.num_layers if spec.num_heads > spec.num_kv_heads else 0
-        for spec in (pair.target.decoder, pair.drafter.decoder)
-    ]
+    # queries and keys rotate together
+    if not use_plugins:
+        return {
+            bindings.TARGET_GRAPH: layers(groups * target, 2 * groups * target, target, 0),
+            bindings.INGEST_GRAPH: layers(0, 2 * drafter, drafter, 0),
+            bindings.DRAFT_GRAPH: layers(drafter, 2 * drafter, drafter, 0),
+            bindings.SELECT_GRAPH: {},
+        }
     return {
-        # queries and keys rotate together; a query buffer is updated like a cache
-        bindings.TARGET_GRAPH: layers(groups * target, 2 * groups * target + held[0], target, 0),
+        bindings.TARGET_GRAPH: layers(0, 2 * groups * target, target, groups * target),
         bindings.INGEST_GRAPH: layers(0, 2 * drafter, drafter, 0),
-        bindings.DRAFT_GRAPH: layers(drafter, 2 * drafter + held[1], drafter, num_plugins),
-        bindings.SELECT_GRAPH: layers(0, 0, 0, num_plugins),
+        bindings.DRAFT_GRAPH: layers(0, 2 * drafter, drafter, drafter + 1),
+        bindings.SELECT_GRAPH: layers(0, 0, 0, 1),
     }
 
 

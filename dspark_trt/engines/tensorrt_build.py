@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt_plugins.registry import register_plugins, unregister_plugins
+from onnx.inliner import inline_local_functions
 
 from dspark_trt import bindings
 from dspark_trt.engines.tensorrt_facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
@@ -19,13 +20,11 @@ from dspark_trt.engines.tensorrt_library import (
     Library,
     check_library,
     import_library,
-    warn_of_slow_mixtures,
 )
 from dspark_trt.engines.tensorrt_memory import check_memory, weight_bytes
 from dspark_trt.engines.tensorrt_network import check_layers, count_layers, parse_graph
 from dspark_trt.engines.tensorrt_profiles import GRAPHS, Profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt_progress import BuildMonitor, Progress
-from dspark_trt.engines.tensorrt_queries import hold_queries
 from dspark_trt.engines.tensorrt_targets import CompileTargets, compile_targets
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import get_logger
@@ -78,11 +77,12 @@ def compile_graphs(
     """
     trt = import_library(settings.library)
     targets = compile_targets(settings.library, settings.sms, use_plugins=settings.use_plugins)
-    warn_of_slow_mixtures(settings.library, targets.sms)
     opened = open_graphs(graphs)
     weights = {graph: weight_bytes(opened.models[graph]) for graph in names}
     check_memory(settings.library, weights, opened.target, opened.drafter, device_bytes=targets.device_bytes)
-    bundles = compile_kernels(opened.models.values(), targets.kernel_sms) if settings.use_plugins else []
+    bundles = []
+    if settings.use_plugins:
+        bundles = compile_kernels([opened.models[graph] for graph in names], targets.kernel_sms)
     compiler = _Compiler(trt, settings, targets, folder, listen)
     costs = {graph: size + _SMALL_GRAPH_BYTES for graph, size in weights.items()}
     done, total = 0, sum(costs.values())
@@ -136,15 +136,12 @@ class _Compiler:
         """Raises EngineBuildError naming the graph, with the compiler's own words."""
         start = time.perf_counter()
         trt, settings, model = self._trt, self._settings, opened.models[graph]
-        held: tuple[bindings.Binding, ...] = ()
-        if LIBRARIES[settings.library].holds_queries:
-            gamma = opened.drafter.gamma
-            longest = {bindings.DECODE: gamma + 1, bindings.CONTEXT: gamma}
-            model, held = hold_queries(model, longest, opened.target.element_type)
+        if not settings.use_plugins:  # the parser would name the nodes alike wherever a body stands
+            model = inline_local_functions(model)
         network = parse_graph(trt, self._builder, model, opened.folder / graph, self._log)
         check_layers(network, model, graph, use_plugins=settings.use_plugins)
         profiles = graph_profiles(graph, opened.target.limits, opened.drafter.gamma)
-        config = self._config(profiles, (*graph_inputs(graph, opened.target, opened.drafter), *held))
+        config = self._config(profiles, graph_inputs(graph, opened.target, opened.drafter))
         monitor = BuildMonitor(trt, progress)
         config.progress_monitor = monitor.monitor
         engine = self._builder.build_serialized_network(network, config)

@@ -29,9 +29,6 @@ SUPPORTED_SMS: Mapping[Library, tuple[int, ...]] = {
     "tensorrt_rtx": (75, 80, 86, 89, 120, 121),
 }
 _GPUS = {75: "T4", 80: "A100", 86: "A10, A40", 89: "L4, L40S", 90: "H100, H200", 100: "B200", 103: "B300", 110: "Thor"}
-# Where TensorRT-RTX 1.7.1 copies the caches before it attends, whatever the graph (docs/adr/0007); and what it makes for one
-# of these it makes for all GPUs of an engine
-_COPYING_SMS: Mapping[Library, frozenset[int]] = {"tensorrt": frozenset(), "tensorrt_rtx": frozenset({80, 86})}
 _REMINDER = "Int64 binding"  # of every int64 input and output, which are so on purpose
 
 
@@ -43,17 +40,12 @@ class LibraryFacts:
     minimum_version: tuple[int, int]
     takes_sms: bool  # compiles for GPUs that it is told; otherwise for the one it runs on
     has_timing_cache: bool  # tactics are measured at build time and kept
-    holds_queries: (
-        bool  # attention is rewritten (tensorrt_queries); what `tensorrt` makes of either form was never seen
-    )
 
 
 LIBRARIES: Mapping[Library, LibraryFacts] = {
-    "tensorrt": LibraryFacts(
-        'pip install "tensorrt>=11.1"', MINIMUM_VERSION, takes_sms=False, has_timing_cache=True, holds_queries=False
-    ),
+    "tensorrt": LibraryFacts('pip install "tensorrt>=11.1"', MINIMUM_VERSION, takes_sms=False, has_timing_cache=True),
     "tensorrt_rtx": LibraryFacts(
-        "pip install 'dspark-trt[tensorrt-rtx]'", (1, 7), takes_sms=True, has_timing_cache=False, holds_queries=True
+        "pip install 'dspark-trt[tensorrt-rtx]'", (1, 7), takes_sms=True, has_timing_cache=False
     ),
 }
 assert set(LIBRARIES) == {FULL, RTX}
@@ -95,22 +87,6 @@ def check_sms(name: Library, sms: Sequence[int], *, use_plugins: bool = True) ->
                 f"the kernels of the plugins have no code for {_describe(sm)}: expected one of SM "
                 f"{_listed(usable)}; use another GPU"
             )
-
-
-def warn_of_slow_mixtures(name: Library, sms: Sequence[int]) -> None:
-    """Log where an engine for several GPUs is slower on some of them than one for those alone."""
-    slow = [sm for sm in sms if sm in _COPYING_SMS[name]]
-    fast = [sm for sm in sms if sm not in slow]
-    if slow and fast:
-        logger.warning(
-            "an engine for SM %s and SM %s attends over copies of the caches on all of them, as %s has to for SM %s; for speed "
-            "build for SM %s alone",
-            _listed(slow),
-            _listed(fast),
-            name,
-            _listed(slow),
-            _listed(fast),
-        )
 
 
 def usable_sms(name: Library, *, use_plugins: bool = True) -> tuple[int, ...]:

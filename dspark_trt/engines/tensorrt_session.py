@@ -16,7 +16,6 @@ import torch
 
 from dspark_trt import bindings
 from dspark_trt.engines.device_session import Tensors
-from dspark_trt.engines.tensorrt_queries import rows_input
 from dspark_trt.engines.tensorrt_runtime import TensorRTRuntime
 from dspark_trt.engines.torch_errors import torch_errors
 from dspark_trt.errors import EngineBuildError
@@ -57,13 +56,11 @@ class TensorRTSession:
             {each: _shape_range(engine.get_tensor_profile_shape(each, index)) for each in self._inputs}
             for index in range(engine.num_optimization_profiles)
         ]
-        self._held = {each: self._query_buffer(each) for each in self._inputs if rows_input(each) is not None}
         self._context_of_profile: dict[int, _Context] = {}
 
     def run(self, tensors: Tensors) -> None:
         """Raises EngineBuildError when a tensor does not fit or TensorRT fails."""
         with torch_errors(self._name):
-            tensors = self._with_held(tensors)
             profile = self._profile(tensors)
             if profile not in self._context_of_profile:
                 self._context_of_profile[profile] = self._context(profile, bound=False)
@@ -78,22 +75,9 @@ class TensorRTSession:
     def bind(self, tensors: Tensors) -> Callable[[], None]:
         """Raises EngineBuildError when a tensor does not fit or TensorRT fails."""
         with torch_errors(self._name):
-            tensors = self._with_held(tensors)
             context = self._context(self._profile(tensors), bound=True)
             context.bind(self._inputs, self._checked({each: tensors[each] for each in self._types}))
         return context.enqueue
-
-    def _query_buffer(self, name: str) -> Any:
-        """Zeros: what no call has written yet is attended with, and has to be finite."""
-        shapes = [profile[name][1] for profile in self._profiles]
-        return torch.zeros(
-            [max(sizes) for sizes in zip(*shapes, strict=True)], dtype=self._types[name], device=self._runtime.device
-        )
-
-    def _with_held(self, tensors: Tensors) -> Tensors:
-        """With the query buffers of attention, which are the session's own (tensorrt_queries)."""
-        held = {each: buffer[: len(tensors[rows_input(each) or ""])] for each, buffer in self._held.items()}
-        return {**tensors, **held, **{bindings.cache_output(each): rows for each, rows in held.items()}}
 
     def _profile(self, tensors: Tensors) -> int:
         shapes = {each: tuple(tensors[each].shape) for each in self._inputs}

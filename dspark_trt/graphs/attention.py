@@ -62,13 +62,13 @@ def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
     return "standard"
 
 
-def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims) -> AttentionEmitter:
-    """For the target: a token at position p sees the positions up to p of its row."""
+def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> AttentionEmitter:
+    """For the target: a token at position p sees the positions up to p of its row. A row verifies `gamma` drafts at most."""
     match dims.attention:
         case "gqa":
             return GqaAttention(builder, spec)
         case "standard":
-            return StandardCausalAttention(builder, spec, dims)
+            return StandardCausalAttention(builder, spec, dims, gamma=gamma)
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
 
 

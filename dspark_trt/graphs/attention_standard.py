@@ -1,9 +1,10 @@
-"""`standard`: attention of opset-24 operators only, for TensorRT, and on ONNX Runtime as a check.
+"""`standard`: attention for TensorRT, and on ONNX Runtime as a check.
 
-TensorScatter writes the padded keys and values into the rows; Attention sees the whole row under a mask that the graph makes
-from the lengths. The mask is explicit because the other ways to say it are not portable: TensorRT's parser drops
-`nonpad_kv_seqlen` silently, aligns `is_causal` to the upper left and refuses past/present. On ONNX Runtime the cost follows the
-capacity of a row, not its live length.
+TensorScatter writes the padded keys and values into the rows. The node `dspark::RowAttention` attends over them: its kernels read
+what is live (docs/adr/0007), its body is opset 24's Attention over the whole row under a mask made from the lengths. The mask is
+explicit because the other ways to say it are not portable: TensorRT's parser drops `nonpad_kv_seqlen` silently, aligns
+`is_causal` to the upper left and refuses past/present. On ONNX Runtime the cost follows the capacity of a row, not its live
+length.
 
 Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides what is
 there, but a NaN of another request would get through it (0 * NaN).
@@ -14,7 +15,11 @@ heads, `H` head dim, `C` row capacity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from dspark_trt_plugins.row_attention.form import RowAttentionForm
+from dspark_trt_plugins.row_attention.function_body import row_attention_function, row_attention_node
 
 from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DecoderSpec
@@ -23,20 +28,20 @@ from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
 
+Attend = Callable[[str, str, str], str]  # queries [B, N, S, H], keys and values [B, K, C, H] -> [B, N, S, H]
+
 
 class StandardCausalAttention:
-    """The target: one Attention per row group and layer."""
+    """The target: one attention per row group and layer."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims) -> None:
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> None:
         self._builder = builder
         self._spec = spec
-        self._rows = {}
-        self._masks = {}
+        self._rows: dict[str, _Rows] = {}
         for group in bindings.TARGET_GROUPS:
             tokens = bindings.group_tokens(group)
             past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
             with builder.scope(group):
-                self._rows[group] = _Rows(builder, spec, dims, group, tokens, past, query)
                 query_slots = builder.op(
                     "Range",
                     builder.scalar(0),
@@ -44,21 +49,23 @@ class StandardCausalAttention:
                     builder.scalar(1),
                 )
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
-                self._masks[group] = _mask(builder, last_seen, dims.cache.capacity)
+                num_slots = gamma + 1 if group == bindings.DECODE else dims.limits.max_batch_tokens
+                attend = _live_attention(builder, spec, dims, last_seen, num_slots=num_slots)
+                self._rows[group] = _Rows(builder, spec, dims, group, tokens, past, query, attend)
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
         query, key = split_query_key(builder, spec, query_key)
         outputs = []
-        for group, rows in self._rows.items():
-            attended = rows.attend(layer, query, key, value, self._masks[group])  # [B, S, N * H]
+        for rows in self._rows.values():
+            attended = rows.attend(layer, query, key, value)  # [B, S, N * H]
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
         slots = builder.op("Concat", *outputs, axis=0)
         return builder.op("Gather", slots, bindings.OUTPUT_SLOTS, axis=0)
 
 
 class StandardBlockAttention:
-    """Draft blocks: no order inside the block, so that one limit per row makes the mask."""
+    """Draft blocks: no order inside the block, so that all slots of a row see equally far."""
 
     def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
         self._builder = builder
@@ -68,20 +75,20 @@ class StandardBlockAttention:
             row_past = builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS)  # [B]
             first = builder.op("Mul", bindings.ROW_REQUESTS, builder.scalar(dims.gamma))
             tokens = builder.op("Add", builder.op("Unsqueeze", first, builder.vector(1)), slots)  # [B, G]
-            query = bindings.ROW_QUERY_LENGTHS
-            self._rows = _Rows(builder, spec, dims, bindings.CONTEXT, tokens, row_past, query)
             row_last = builder.op("Add", row_past, builder.scalar(dims.gamma - 1))
             last_seen = builder.op(
                 "Expand",
                 builder.op("Unsqueeze", row_last, builder.vector(1)),
                 builder.vector(1, dims.gamma),
             )  # [B, G]
-            self._mask = _mask(builder, last_seen, dims.cache.capacity)
+            attend = _live_attention(builder, spec, dims, last_seen, num_slots=dims.gamma)
+            query = bindings.ROW_QUERY_LENGTHS
+            self._rows = _Rows(builder, spec, dims, bindings.CONTEXT, tokens, row_past, query, attend)
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
         query, key = split_query_key(builder, spec, query_key)
-        attended = self._rows.attend(layer, query, key, value, self._mask)
+        attended = self._rows.attend(layer, query, key, value)
         blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)  # [R, G, N * H]
         return builder.op("Reshape", blocks, builder.vector(-1, spec.num_heads * spec.head_dim))
 
@@ -110,12 +117,14 @@ class _Rows:
         tokens: str,
         past_lengths: str,
         query_lengths: str,
+        attend: Attend | None = None,
     ) -> None:
         """`tokens` [B, S]; `past_lengths` and `query_lengths` [B], where 0 is a row without tokens."""
         self._builder = builder
         self._spec = spec
         self._group = group
         self._tokens = tokens
+        self._attend = attend
         is_idle = builder.op("Equal", query_lengths, builder.scalar(0))
         self._begin = builder.op("Where", is_idle, builder.scalar(dims.limits.max_seq_len), past_lengths)
         self._is_idle = builder.op("Unsqueeze", is_idle, builder.vector(1, 2, 3))  # [B, 1, 1, 1]
@@ -132,13 +141,11 @@ class _Rows:
             )
         return written[0], written[1]
 
-    def attend(self, layer: int, query: str, key: str, value: str, mask: str) -> str:
+    def attend(self, layer: int, query: str, key: str, value: str) -> str:
         """[T, ...] -> [B, S, N * H]."""
+        assert self._attend is not None, "rows that are only written"
         keys, values = self.write(layer, key, value)
-        padded = self._pad(query, self._spec.num_heads)
-        attended = self._builder.op(
-            "Attention", padded, keys, values, mask, scale=self._spec.head_dim**-0.5
-        )  # [B, N, S, H]
+        attended = self._attend(self._pad(query, self._spec.num_heads), keys, values)  # [B, N, S, H]
         slots = self._builder.op("Transpose", attended, perm=[0, 2, 1, 3])
         return self._builder.op(
             "Reshape", slots, self._builder.vector(0, 0, self._spec.num_heads * self._spec.head_dim)
@@ -151,10 +158,27 @@ class _Rows:
         return self._builder.op("Transpose", slots, perm=[0, 2, 1, 3])
 
 
-def _mask(builder: GraphBuilder, last_seen: str, capacity: int) -> str:
-    """True where a query may look: positions up to `last_seen` [B, S] -> [B, 1, S, C]."""
-    positions = builder.constant(np.arange(capacity, dtype=np.int64))
-    return builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
+def _live_attention(
+    builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims | DrafterDims, last_seen: str, *, num_slots: int
+) -> Attend:
+    """Each query sees the positions up to `last_seen` [B, S]; S is `num_slots` at most. Nothing behind them is read."""
+    form = RowAttentionForm(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        capacity=dims.cache.capacity,
+        num_slots=num_slots,
+        element_type=dims.element_type,
+    )
+    function = row_attention_function(form)
+
+    def attend(query: str, keys: str, values: str) -> str:
+        name = builder.fresh("RowAttention")
+        attended = f"{name}:0"
+        builder.node(row_attention_node(form, [query, keys, values, last_seen], [attended], name=name), function)
+        return attended
+
+    return attend
 
 
 def _scalar(builder: GraphBuilder, vector: str) -> str:

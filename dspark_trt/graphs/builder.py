@@ -36,7 +36,7 @@ class GraphBuilder:
         self._initializers: dict[str, TensorProto] = {}
         self._inputs: dict[str, onnx.ValueInfoProto] = {}
         self._outputs: dict[str, onnx.ValueInfoProto] = {}
-        self._functions: list[onnx.FunctionProto] = []
+        self._functions: dict[tuple[str, str], onnx.FunctionProto] = {}
         self._domains = {"": OPSET}
         self._constants: dict[tuple[str, tuple[int, ...], bytes], str] = {}
         self._counts: dict[str, int] = {}
@@ -58,16 +58,17 @@ class GraphBuilder:
         self, op_type: str, *inputs: str, outputs: Iterable[str | None], domain: str = "", **attributes: Any
     ) -> tuple[str, ...]:
         """A node with several outputs; None asks for a fresh name."""
-        name = self._fresh(op_type)
+        name = self.fresh(op_type)
         names = tuple(output or f"{name}:{index}" for index, output in enumerate(outputs))
         self._nodes.append(helper.make_node(op_type, inputs, names, name=name, domain=domain, **attributes))
         self._domains.setdefault(domain, 1)
         return names
 
     def node(self, node: onnx.NodeProto, function: onnx.FunctionProto) -> None:
-        """A node of a custom domain together with its function body."""
+        """A node of a custom domain together with its function body, which all nodes of that operation share."""
+        known = self._functions.setdefault((function.domain, function.name), function)
+        assert known == function, f"{function.name} in two forms"
         self._nodes.append(node)
-        self._functions.append(function)
         self._domains.setdefault(node.domain, 1)
 
     def constant(self, value: NDArray[Any]) -> str:
@@ -116,7 +117,7 @@ class GraphBuilder:
         model = helper.make_model(
             graph,
             opset_imports=[helper.make_opsetid(domain, version) for domain, version in self._domains.items()],
-            functions=self._functions,
+            functions=list(self._functions.values()),
             ir_version=IR_VERSION,
             producer_name="dspark-trt",
             producer_version=__version__,
@@ -127,7 +128,8 @@ class GraphBuilder:
     def save(self, path: Path, metadata: Mapping[str, str]) -> None:
         path.write_bytes(self.model(metadata).SerializeToString())
 
-    def _fresh(self, op_type: str) -> str:
+    def fresh(self, op_type: str) -> str:
+        """The name of a node of this type, given once."""
         stem = f"{self._prefix}{op_type}"
         count = self._counts[stem] = self._counts.get(stem, -1) + 1
         return f"{stem}_{count}" if count else stem

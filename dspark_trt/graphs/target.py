@@ -61,7 +61,7 @@ def write_target_graph(
     )
     builder = GraphBuilder("target")
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
-        _emit(builder, spec, dims, taps, weights, linear_bits(precision), numbers)
+        _emit(builder, spec, dims, taps, weights, linear_bits(precision), numbers, gamma)
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
         return GraphFiles((folder / bindings.TARGET_GRAPH,), weights.files)
 
@@ -79,6 +79,7 @@ def _emit(
     weights: TensorSource,
     bits: LinearBits,
     numbers: Numbers,
+    gamma: int,
 ) -> None:
     for binding in bindings.target_inputs(dims):
         builder.input(binding)
@@ -93,7 +94,7 @@ def _emit(
         positions=bindings.POSITIONS,
         num_positions=dims.limits.max_seq_len,
     )
-    attention = causal_attention(builder, spec.decoder, dims)
+    attention = causal_attention(builder, spec.decoder, dims, gamma=gamma)
     embedding = builder.initializer(weights.tensor(EMBEDDING, dims.element_type))
     x = builder.op("Gather", embedding, bindings.TOKEN_IDS, axis=0)
     raw_outputs = {EMBEDDING_OUTPUT: x}

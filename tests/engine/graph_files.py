@@ -19,7 +19,7 @@ from onnx.reference import ReferenceEvaluator
 from dspark_trt.engines.onnxruntime_session import BoundArrays
 
 FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
-_TYPE_ATTRIBUTES = ("weight_type", "logits_type")  # of MarkovHead
+_TYPE_ATTRIBUTES = ("weight_type", "logits_type", "element_type")  # of MarkovHead and RowAttention
 
 
 def initial_values(graph: Path) -> dict[str, NDArray[Any]]:

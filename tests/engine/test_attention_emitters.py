@@ -15,6 +15,7 @@ from dspark_trt.engines.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.target import write_target_graph
 from tests.engine.conversations import Conversations, open_pair, open_target, read_pair
+from tests.engine.graph_files import all_nodes
 from tests.engine.test_onnxruntime_drafter import Contexts, assert_same_drafts
 from tests.factories import write_drafter, write_target
 
@@ -69,7 +70,10 @@ def test_capacity_changes_no_number(checkpoints: tuple[TargetCheckpoint, Drafter
 
 @pytest.mark.parametrize(
     ("is_standard", "seam"),
-    [(False, {("com.microsoft", "GroupQueryAttention")}), (True, {("", "Attention"), ("", "TensorScatter")})],
+    [
+        (False, {("com.microsoft", "GroupQueryAttention")}),
+        (True, {("dspark", "RowAttention"), ("", "Attention"), ("", "TensorScatter")}),
+    ],
 )
 def test_only_attention_differs_and_everything_else_is_standard(
     checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint],
@@ -94,8 +98,13 @@ def test_only_attention_differs_and_everything_else_is_standard(
         assert {value.name for value in model.graph.input} - weights == {binding.name for binding in inputs}
         assert {value.name for value in model.graph.output} == {binding.name for binding in outputs}
         onnx.checker.check_graph(_without_external_data(model).graph, _context(model))
-        found |= {(node.domain, node.op_type) for node in model.graph.node}
-        for node in model.graph.node:
+        operators = {(node.domain, node.op_type) for node in model.graph.node}
+        called = sorted(op for op in operators if op[0] == "dspark")
+        assert sorted((function.domain, function.name) for function in model.functions) == called, "each body once"
+        found |= operators
+        names = [node.name for node in model.graph.node]
+        assert len(set(names)) == len(names)
+        for node in all_nodes(model):
             if node.op_type == "Attention":  # what TensorRT's parser would drop or read differently
                 assert len(node.input) == 4
                 assert {attribute.name for attribute in node.attribute} == {"scale"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -201,12 +200,3 @@ def test_kernels_need_triton(pair: Pair, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "dspark_trt_plugins.compile", raising=False)
     with pytest.raises(EnvironmentMissingError, match=r"package triton, .*pip install .*triton=="):
         compile_graphs(pair.graphs, tmp_path, RTX_89, names=ONLY_SELECT)
-
-
-@pytest.mark.parametrize(("sms", "is_told"), [((86, 89), True), ((89, 120), False), ((80, 86), False)])
-def test_a_mixture_of_gpus_that_slows_some_is_told(
-    pair: Pair, tmp_path: Path, caplog: pytest.LogCaptureFixture, sms: tuple[int, ...], is_told: bool
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        compile_graphs(pair.graphs, tmp_path, CompileSettings("tensorrt_rtx", sms, False), names=ONLY_SELECT)
-    assert ("for speed build for SM 89 alone" in caplog.text) == is_told

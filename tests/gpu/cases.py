@@ -42,7 +42,7 @@ def guarded_inputs(operation: Operation, arrays: Arrays) -> tuple[dict[str, Guar
 
 
 def run_guarded(operation: Operation, runner: TorchOperation, arrays: Arrays) -> Arrays:
-    """Outputs by name; fails when anything outside of an output changed."""
+    """Outputs by name, bfloat16 as float32; fails when anything outside of an output changed."""
     inputs, extents = guarded_inputs(operation, arrays)
     outputs = {t.name: GuardedTensor(t, extents) for t in operation.outputs}
     before = {name: tensor.value.clone() for name, tensor in inputs.items()}
@@ -52,7 +52,8 @@ def run_guarded(operation: Operation, runner: TorchOperation, arrays: Arrays) ->
         tensor.assert_surroundings_untouched()
     for name, value in before.items():
         assert torch.equal(value.view(torch.uint8), inputs[name].value.view(torch.uint8)), f"{name}: an input changed"
-    return {name: tensor.value.cpu().numpy() for name, tensor in outputs.items()}
+    values = {name: tensor.value.cpu() for name, tensor in outputs.items()}
+    return {name: (v.float() if v.dtype is torch.bfloat16 else v).numpy() for name, v in values.items()}
 
 
 def rounded(operation: Operation, arrays: Arrays) -> Arrays:

@@ -21,7 +21,11 @@ from onnx import helper
 
 REPOSITORY = Path(__file__).parents[2]
 REPORT = REPOSITORY / "plugins" / "resources.json"
-COMPILED_HERE = ("smollm2-135m", "prefix-select-lagged-budget")  # the others take minutes; their report is committed
+COMPILED_HERE = (
+    "smollm2-135m",
+    "prefix-select-lagged-budget",
+    "row-attention-smollm2-135m",
+)  # the others take minutes; their report is committed
 
 
 def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -99,7 +103,9 @@ def test_kernels_are_found_by_the_nodes_of_a_graph() -> None:
 
 def test_a_node_of_another_version_is_refused() -> None:
     node = helper.make_node("MarkovHead", [], ["y"], name="head", domain="dspark", plugin_version="0")
-    with pytest.raises(ValueError, match=r"node head: expected dspark::MarkovHead or PrefixSelect of version 1, .*'0'"):
+    with pytest.raises(
+        ValueError, match=r"node head: expected dspark::MarkovHead or PrefixSelect or RowAttention of version 1, .*'0'"
+    ):
         operations_in(_model(node))
 
 

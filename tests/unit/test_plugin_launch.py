@@ -25,6 +25,7 @@ from dspark_trt_plugins.operation import (
     workspace_offsets,
 )
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
+from dspark_trt_plugins.row_attention.plugin import operation as row_attention
 
 from tests.cuda_driver.build import build_driver
 from tests.cuda_driver.record_launches import WORKSPACE, address
@@ -111,6 +112,37 @@ def test_launches_carry_the_right_parameters_in_order(way: str, driver: Path, tm
         tile(1),
         draw(1),
         confidence,
+    ]
+
+
+ATTENTION = KernelBundle(
+    "RowAttention",
+    {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "capacity": 600, "num_slots": 6, "element_type": "bfloat16"},
+    "by hand",
+    {
+        90: (
+            kernel(
+                "attend_split_16", "query keys values last_seen accumulators maxima sums num_slots num_query_blocks"
+            ),
+            kernel("attend_split_32", "query"),
+            kernel("combine_splits", "last_seen accumulators maxima sums attended num_slots"),
+        )
+    },
+)
+
+
+@pytest.mark.parametrize("way", ["launcher", "plugin"])
+def test_attention_is_launched_in_splits(way: str, driver: Path, tmp_path: Path) -> None:
+    """Three rows of five slots: 15 queries for each of 9 key heads, in 3 splits of 600 positions."""
+    result = record(driver, way, ATTENTION, tmp_path)
+    assert result.returncode == 0, result.stderr
+    operation = row_attention(ATTENTION.attributes)
+    offsets, _ = workspace_offsets(operation.workspace, {"B": 3, "S": 5})
+    query, keys, values, last_seen, attended = (f"{address(index):x}" for index in range(5))
+    parts = " ".join(f"{WORKSPACE + offsets[name]:x}" for name in ("accumulators", "maxima", "sums"))
+    assert result.stdout.splitlines() == [
+        f"launch attend_split_16_entry 9,3,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {parts} 5 1 0 0",
+        f"launch combine_splits_entry 135,1,1 128,1,1 0 99 {last_seen} {parts} {attended} 5 0 0",
     ]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import plugin_microbench
 import pytest
 import torch
+from attention_cases import torch_row_attention
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.markov_head.reference import markov_head
@@ -15,11 +16,15 @@ from dspark_trt_plugins.named_forms import NAMED_FORMS
 from dspark_trt_plugins.operation import extents_of
 from dspark_trt_plugins.prefix_select.form import Mode, PrefixSelectForm
 from dspark_trt_plugins.prefix_select.reference import prefix_select
+from dspark_trt_plugins.row_attention.form import RowAttentionForm
+from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
+from dspark_trt_plugins.row_attention.reference import row_attention
 from plugin_microbench import Row, example_inputs, floor_bytes, table
 from torch_plugins import torch_markov_head, torch_prefix_select
 
 from tests.markov_head_cases import random_inputs, random_weights
 from tests.prefix_select_cases import random_step
+from tests.row_attention_cases import TOLERANCE, causal, random_rows
 
 
 @pytest.mark.parametrize("top_n", [0, 30])
@@ -70,8 +75,32 @@ def test_example_inputs_fit_the_operation(name: str) -> None:
         assert torch_prefix_select(operation.form, inputs)["num_tokens"].item() > 3
 
 
+@pytest.mark.parametrize(
+    "form", [RowAttentionForm(9, 3, 16, 300, 4, "float32"), RowAttentionForm(4, 4, 8, 300, 4, "float32")]
+)
+def test_the_torch_row_attention_equals_the_reference(form: RowAttentionForm) -> None:
+    inputs = {name: np.nan_to_num(value) for name, value in random_rows(form, causal([280, 0, 17], 4)).items()}
+    inputs["keys"] = np.clip(inputs["keys"], -9, 9)  # there is no Inf behind what is live: torch reads it
+    found = torch_row_attention(form, {name: torch.from_numpy(value) for name, value in inputs.items()})
+    np.testing.assert_allclose(found["attended"], row_attention(form, **inputs), atol=TOLERANCE["float32"])
+
+
+def test_the_floor_of_attention_counts_what_is_live() -> None:
+    """Qwen3-8B, bfloat16: 4 KiB of keys and values a position; 8 queries and outputs of 8 KiB, and 8 lengths, a row."""
+    operation = NAMED_FORMS["row-attention-qwen3-8b"]
+    assert floor_bytes(operation, 3, 1000) == 3 * (1000 * 4096 + 2 * 8 * 8192 + 8 * 8)
+
+
+def test_example_rows_see_what_they_are_said_to() -> None:
+    operation = RowAttentionOperation(RowAttentionForm(9, 3, 16, 300, 4, "bfloat16"))
+    inputs = example_inputs(operation, 2, "cpu", num_live=100)
+    assert extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs]) == {"B": 2, "S": 4}
+    assert {t.name: getattr(torch, t.element_type) for t in operation.inputs} == {n: x.dtype for n, x in inputs.items()}
+    assert inputs["last_seen"].tolist() == [[96, 97, 98, 99]] * 2
+
+
 def test_the_table_names_the_share_of_the_floor() -> None:
-    assert table([Row("qwen3-8b", 8, 200.0, 900.0, 2000.0, 150.0)]).splitlines()[1].split() == [
+    assert table([Row("qwen3-8b", 0, 8, 200.0, 900.0, 2000.0, 150.0)]).splitlines()[1].split() == [
         "qwen3-8b",
         "8",
         "200.0",
