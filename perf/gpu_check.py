@@ -4,13 +4,14 @@
 
 | part | what it shows | needs besides torch for CUDA, triton, cuda-bindings, pytest, onnx |
 |---|---|---|
-| kernels | both plugins' kernels against their references, in CUDA graphs, with poisoned surroundings | |
+| kernels | kernels of MarkovHead and PrefixSelect against their references, in CUDA graphs, with poisoned surroundings | |
+| attention kernels | the same of RowAttention, prompt chunks too | |
 | device sessions | the graphs in PyTorch with the compiled kernels: against the CPU, in CUDA graphs | the package's own dependencies |
 | device runtime | greedy identity, chi-square, CUDA graphs and stream order on the CUDA reference engine | the package's own dependencies |
 | plugin microbenchmark | all plugins against straightforward torch and against the byte floor | |
 | device steps | a step table excerpt of the CUDA reference engine, eager against CUDA graphs | the package's own dependencies |
-| plugins in TensorRT | engines with both plugins run | tensorrt or tensorrt_rtx |
-| TensorRT engines | numerics, in-place caches, mask, greedy identity, against the reference on the device | tensorrt or tensorrt_rtx |
+| plugins in TensorRT | an engine with MarkovHead and PrefixSelect runs | tensorrt or tensorrt_rtx |
+| TensorRT engines | all plugins in the engines of a pair: numerics, in-place caches, mask, greedy identity, against the reference on the device | tensorrt or tensorrt_rtx |
 | TensorRT steps | a step table excerpt of TensorRT engines | tensorrt or tensorrt_rtx |
 
 A part that does not fit the time left is reported as such and fails the check. Exit status: 0 all that can run here passed, 3 no
@@ -65,6 +66,7 @@ def _tensorrt() -> str:
 
 PARTS = (
     Part("kernels", TESTS / "test_plugins_on_gpu.py", modules=KERNEL_MODULES),
+    Part("attention kernels", TESTS / "test_row_attention_on_gpu.py", modules=KERNEL_MODULES),
     Part("device sessions", TESTS / "test_device_sessions.py"),
     Part("device runtime", TESTS / "test_device_runtime.py"),
     Part("plugin microbenchmark", REPOSITORY / "perf" / "plugin_microbench.py", modules=KERNEL_MODULES),

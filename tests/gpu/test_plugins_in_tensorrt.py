@@ -1,4 +1,4 @@
-"""An engine with both plugins, built and run by TensorRT on this GPU, against the references."""
+"""An engine with MarkovHead and PrefixSelect, built and run by TensorRT on this GPU, against the references."""
 
 from __future__ import annotations
 

@@ -29,6 +29,8 @@ HEADS = [
     (4, 2, 16),
     (16, 1, 32),
 ]
+PROMPT_HEADS = [(4, 1, 128), (9, 3, 64)]  # of several blocks of queries, the last one not full
+PROMPT_SLOTS = 512
 LAST_POSITIONS = [0, 1, 15, 63, 64, 127, 128, 254, 255, 256, 257, 511, 512, 1100, 2047, 4095, 4096, 4590]
 
 
@@ -41,6 +43,9 @@ def _compiled_ahead(compile_for_gpu: Compiler) -> None:
     for heads in HEADS:
         for element_type in TOLERANCE:
             compile_for_gpu.start(operation_of(heads, element_type))
+    for heads in PROMPT_HEADS:
+        for element_type in TOLERANCE:
+            compile_for_gpu.start(operation_of(heads, element_type, PROMPT_SLOTS))
 
 
 def runner(operation: RowAttentionOperation, compile_for_gpu: Compiler) -> TorchOperation:
@@ -75,6 +80,26 @@ def test_every_grouping_of_heads_and_every_type(
     for past_lengths in ([0], [300, 0, 4596], [17, 1500, 0, 250]):
         assert_right(operation, run, random_rows(operation.form, causal(past_lengths, num_slots)))
     assert_right(operation, run, random_rows(operation.form, block([900, 0, 2], num_slots)))
+
+
+@pytest.mark.parametrize("element_type", TOLERANCE)
+@pytest.mark.parametrize("heads", PROMPT_HEADS, ids=str)
+def test_prompt_chunks_of_every_length(
+    heads: tuple[int, int, int], element_type: Any, compile_for_gpu: Compiler
+) -> None:
+    """The form without splits, from the one token of an idle group to a whole step, at the beginning of a prompt and at its end."""
+    operation = operation_of(heads, element_type, PROMPT_SLOTS)
+    assert operation.num_splits == 1
+    run = runner(operation, compile_for_gpu)
+    for num_slots, past_lengths in (
+        (1, [0]),
+        (5, [4000, 0]),
+        (16, [0, 63]),
+        (37, [255, 3000]),
+        (512, [0]),
+        (512, [4096]),
+    ):
+        assert_right(operation, run, random_rows(operation.form, causal(past_lengths, num_slots)))
 
 
 @pytest.mark.parametrize("element_type", TOLERANCE)

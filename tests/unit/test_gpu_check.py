@@ -34,6 +34,10 @@ def test_every_part_is_there() -> None:
         assert each.file.exists(), each.file
 
 
+def test_every_gpu_test_is_part_of_the_check() -> None:
+    assert {each.file for each in PARTS if each.is_test} == set((REPOSITORY / "tests" / "gpu").glob("test_*.py"))
+
+
 @pytest.mark.parametrize("name", [each.name for each in PARTS if not each.needs_tensorrt])
 def test_a_part_imports_nothing_that_its_check_does_not_ask_for(name: str) -> None:
     (each,) = (each for each in PARTS if each.name == name)

@@ -1,4 +1,4 @@
-"""TensorRT-RTX builds engines with both plugins, and inlines their function bodies without, on a machine without a GPU.
+"""TensorRT-RTX builds engines with MarkovHead and PrefixSelect, and inlines their function bodies without, on a machine without a GPU.
 
 Seen here: parsing, the contract of the plugins with the builder, layer types, code for each architecture in the engine. Not seen:
 that an engine runs, for which RTX wants a driver.
