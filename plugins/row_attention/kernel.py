@@ -34,7 +34,13 @@ def share_of_splits(
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Live positions of a row, and how many of them a split has: a multiple of BLOCK_C."""
+    """Live positions of a row, and how many of them a split has: a multiple of BLOCK_C.
+
+    A single split has all positions, live or not: a program need not look at every slot of a prompt chunk to learn where its own
+    queries end.
+    """
+    if NUM_SPLITS == 1:
+        return CAPACITY, CAPACITY
     slots = tl.arange(0, BLOCK_S)
     limits = tl.load(last_seen + row * num_slots + slots, mask=slots < num_slots, other=0)
     num_live = tl.minimum(tl.max(limits, axis=0).to(tl.int32) + 1, CAPACITY)
