@@ -73,6 +73,8 @@ class StandardBlockAttention:
         with builder.scope("rows"):
             slots = builder.constant(np.arange(dims.gamma, dtype=np.int64))
             row_past = builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS)  # [B]
+            # a row without a block would read as far as request 0, to no use: its query length is 0, of others 1
+            row_past = builder.op("Mul", row_past, bindings.ROW_QUERY_LENGTHS)
             first = builder.op("Mul", bindings.ROW_REQUESTS, builder.scalar(dims.gamma))
             tokens = builder.op("Add", builder.op("Unsqueeze", first, builder.vector(1)), slots)  # [B, G]
             row_last = builder.op("Add", row_past, builder.scalar(dims.gamma - 1))

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from onnx.reference import ReferenceEvaluator
 
 from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
@@ -72,7 +73,7 @@ def test_capacity_changes_no_number(checkpoints: tuple[TargetCheckpoint, Drafter
     ("is_standard", "seam"),
     [
         (False, {("com.microsoft", "GroupQueryAttention")}),
-        (True, {("dspark", "RowAttention"), ("", "Attention"), ("", "TensorScatter")}),
+        (True, {("dspark", "RowAttention"), ("", "TensorScatter")}),
     ],
 )
 def test_only_attention_differs_and_everything_else_is_standard(
@@ -109,7 +110,40 @@ def test_only_attention_differs_and_everything_else_is_standard(
                 assert len(node.input) == 4
                 assert {attribute.name for attribute in node.attribute} == {"scale"}
     assert seam <= found
+    assert ("", "Attention") not in found, "in RowAttention's body alone"
     assert {op for op in found if op[0]} - seam == {("dspark", "MarkovHead")}
+
+
+def test_rows_without_a_draft_block_are_not_read_as_far_as_another_request(
+    checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint], tmp_path: Path
+) -> None:
+    open_pair(*checkpoints, tmp_path, limits=LIMITS, is_standard=True)
+    model = onnx.load(tmp_path / bindings.DRAFT_GRAPH, load_external_data=False)
+    (last_seen,) = {node.input[3] for node in model.graph.node if node.op_type == "RowAttention"}
+    gamma = checkpoints[1].spec.gamma
+    inputs = {
+        bindings.PAST_LENGTHS: np.array([300, 20], np.int64),
+        bindings.ROW_REQUESTS: np.array([1, 0, 0, 0], np.int64),
+        bindings.ROW_QUERY_LENGTHS: np.array([1, 0, 1, 0], np.int64),
+    }
+    limits = ReferenceEvaluator(_model_of(model, last_seen)).run([last_seen], inputs)[0]
+    expected = np.array([20, 0, 300, 0]) + gamma - 1
+    np.testing.assert_array_equal(limits, np.repeat(expected[:, None], gamma, axis=1))
+
+
+def _model_of(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
+    """What computes one int64 value, and nothing else."""
+    needed = {value}
+    nodes: list[onnx.NodeProto] = []
+    for node in reversed(model.graph.node):
+        if needed & set(node.output):
+            nodes.insert(0, node)
+            needed |= set(node.input)
+    given = [each for each in model.graph.input if each.name in needed]
+    constants = [each for each in model.graph.initializer if each.name in needed]
+    output = onnx.helper.make_tensor_value_info(value, onnx.TensorProto.INT64, None)
+    graph = onnx.helper.make_graph(nodes, "part", given, [output], constants)
+    return onnx.helper.make_model(graph, opset_imports=model.opset_import)
 
 
 def test_a_target_has_no_drafter_attention(
