@@ -25,7 +25,7 @@ def attention_floor_bytes(operation: RowAttentionOperation, num_rows: int, num_l
 
 
 def attention_inputs(operation: RowAttentionOperation, num_rows: int, num_live: int, device: str) -> Tensors:
-    """Random inputs of verification rows of equal length, whose last query sees `num_live` positions."""
+    """Random inputs of rows of equal length, whose last query sees `num_live` positions."""
     torch.manual_seed(0)
     form, extents = operation.form, {"B": num_rows, "S": operation.form.num_slots}
     tensors = {

@@ -5,8 +5,7 @@
 
 The pair has random weights in the shape of Qwen3-0.6B (`--layers` cuts it, `--size tiny` is for looking at the script on a CPU with
 `--device cpu`): times depend on shapes, not on values. With TensorRT the same step is also timed with rows of a small and of
-a large capacity and equal live context: they take the same time if attention covers what is live, but for the one row that native
-attention reads where prompt chunks idle (docs/adr/0007). Medians of one process. Exit status 3: no such device or package.
+a large capacity and equal live context: they take the same time if attention covers what is live (docs/adr/0007). Medians of one process. Exit status 3: no such device or package.
 """
 
 from __future__ import annotations

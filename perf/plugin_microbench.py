@@ -34,7 +34,9 @@ from torch_plugins import Tensors, torch_markov_head, torch_prefix_select
 HEAD_FORMS = ("smollm2-135m", "qwen3-8b", "qwen3-8b-bfloat16-logits", "qwen3-8b-top-2048", "qwen3-8b-rnn")
 SELECT_FORMS = ("prefix-select-lagged-budget", "prefix-select-early-stop")
 ATTENTION_FORMS = ("row-attention-qwen3-8b", "row-attention-smollm2-135m")
+PROMPT_FORMS = ("row-attention-qwen3-8b-prompts",)  # one chunk of a whole step
 LIVE_POSITIONS = (256, 1024, 4096)  # of a capacity of 4608
+LIVE_POSITIONS_OF_PROMPTS = (512, 4096)
 NUM_REQUESTS = (1, 8, 32, 64)
 COPY_BYTES = 2**31
 WARMUP_RUNS, TIMED_RUNS = 5, 30
@@ -148,16 +150,24 @@ def bytes_per_us() -> float:
     return 2 * COPY_BYTES / median_us(lambda: target.copy_(source))
 
 
+def timed_calls() -> dict[str, list[tuple[int, int]]]:
+    """Live positions (0: no attention) and numbers of requests that each form is timed with."""
+    return {
+        **{name: list(itertools.product((0,), NUM_REQUESTS)) for name in (*HEAD_FORMS, *SELECT_FORMS)},
+        **{name: list(itertools.product(LIVE_POSITIONS, NUM_REQUESTS)) for name in ATTENTION_FORMS},
+        **{name: list(itertools.product(LIVE_POSITIONS_OF_PROMPTS, (1,))) for name in PROMPT_FORMS},
+    }
+
+
 def measure(bandwidth: float) -> Iterator[Row]:
     from dspark_trt_plugins.compile import compile_operation
     from dspark_trt_plugins.launch import TorchOperation
 
     major, minor = torch.cuda.get_device_capability()
-    for name in (*HEAD_FORMS, *SELECT_FORMS, *ATTENTION_FORMS):
+    for name, calls in timed_calls().items():
         operation = NAMED_FORMS[name]
         run = TorchOperation(operation, compile_operation(operation, [10 * major + minor]))
-        lengths = LIVE_POSITIONS if name in ATTENTION_FORMS else (0,)
-        for num_live, num_requests in itertools.product(lengths, NUM_REQUESTS):
+        for num_live, num_requests in calls:
             inputs = example_inputs(operation, num_requests, "cuda", num_live)
             outputs = run(inputs)
             baseline = _baseline(operation, inputs)

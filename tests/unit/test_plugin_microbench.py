@@ -19,7 +19,7 @@ from dspark_trt_plugins.prefix_select.reference import prefix_select
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
 from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 from dspark_trt_plugins.row_attention.reference import row_attention
-from plugin_microbench import Row, example_inputs, floor_bytes, table
+from plugin_microbench import Row, example_inputs, floor_bytes, table, timed_calls
 from torch_plugins import torch_markov_head, torch_prefix_select
 
 from tests.markov_head_cases import random_inputs, random_weights
@@ -97,6 +97,15 @@ def test_example_rows_see_what_they_are_said_to() -> None:
     assert extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs]) == {"B": 2, "S": 4}
     assert {t.name: getattr(torch, t.element_type) for t in operation.inputs} == {n: x.dtype for n, x in inputs.items()}
     assert inputs["last_seen"].tolist() == [[96, 97, 98, 99]] * 2
+
+
+def test_every_timed_call_of_attention_sees_as_much_as_it_has_queries_and_no_more_than_a_row() -> None:
+    forms = {name: NAMED_FORMS[name] for name in timed_calls()}
+    timed = {name: op for name, op in forms.items() if isinstance(op, RowAttentionOperation)}
+    assert max(operation.form.num_slots for operation in timed.values()) == 512, "a prompt chunk is among them"
+    for name, operation in timed.items():
+        for num_live, _ in timed_calls()[name]:
+            assert operation.form.num_slots <= num_live <= operation.form.capacity
 
 
 def test_the_table_names_the_share_of_the_floor() -> None:
