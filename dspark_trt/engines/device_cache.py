@@ -23,9 +23,9 @@ _MAX_RANGES = 256  # views are kept for so many ranges: making them costs more t
 class DeviceCache:
     """[num_layers, keys and values, num_rows, K, C, H] of the graph's element type, zero at first.
 
-    Attention reads whole rows and hides by a mask what is not valid, but 0 * NaN is NaN: what lies there must be finite. So the
-    pool begins with zeros, and a row that a request begins in is cleared of what the last one left (`prepare`); otherwise one
-    request whose numbers overflow would spoil its row for good.
+    Attention without the plugin reads whole rows and hides by a mask what is not valid, but 0 * NaN is NaN: what lies there must
+    be finite. So the pool begins with zeros, and a row that a request begins in is cleared of what the last one left (`prepare`);
+    otherwise one request whose numbers overflow would spoil its row for good.
     """
 
     def __init__(self, dims: TargetDims | DrafterDims, device: torch.device) -> None:
