@@ -5,7 +5,8 @@
 The positions of a row are shared out among splits, of what is live and not of the capacity: each has SPLIT_POSITIONS or more,
 and there are NUM_SPLITS of them at most. How depends on nothing but the row's own last_seen, so the bits of a row do not depend
 on the other rows of a call. A program of attend_split holds the queries of all heads that share a key head, so that keys and
-values are read once, and leaves (largest score, sum of weights, weighted sum of values) for combine_splits.
+values are read once, and leaves (largest score, sum of weights, weighted sum of values) for combine_splits. Where a form has one
+split, as that of prompt chunks has, it writes the output itself.
 
 Scores are in bits: exp2 is what the hardware has. Nothing is accumulated with atomics and every sum has a fixed order.
 
@@ -57,6 +58,7 @@ def attend_split(
     accumulators,  # [B, N, S, P, H] float32
     maxima,  # [B, N, S, P] float32
     sums,  # [B, N, S, P] float32
+    attended,  # [B, N, S, H]
     num_slots,
     num_query_blocks,
     NUM_HEADS: tl.constexpr,
@@ -107,10 +109,15 @@ def attend_split(
             v = tl.load(values + at, mask=is_read, other=0.0)
             weighted = tl.dot(weights.to(v.dtype), v, weighted * fade[:, None], input_precision="ieee")
             largest = larger
-        at_split = at_query * NUM_SPLITS + split
-        tl.store(maxima + at_split, largest, mask=is_query)
-        tl.store(sums + at_split, total, mask=is_query)
-        tl.store(accumulators + at_split[:, None] * H + hs[None, :], weighted, mask=is_value)
+        if NUM_SPLITS == 1:
+            result = weighted / total[:, None]
+            at_value = at_query[:, None] * H + hs[None, :]
+            tl.store(attended + at_value, result.to(attended.dtype.element_ty), mask=is_value)
+        else:
+            at_split = at_query * NUM_SPLITS + split
+            tl.store(maxima + at_split, largest, mask=is_query)
+            tl.store(sums + at_split, total, mask=is_query)
+            tl.store(accumulators + at_split[:, None] * H + hs[None, :], weighted, mask=is_value)
 
 
 @triton.jit

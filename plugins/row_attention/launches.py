@@ -1,4 +1,4 @@
-"""Which kernels a RowAttention has, and the two launches of a call. Needs nothing but Python.
+"""Which kernels a RowAttention has, and the launches of a call: two, or one without splits. Needs nothing but Python.
 
 Shape letters: `B` rows, `N` query heads, `K` KV heads, `S` padded query length, `C` row capacity, `H` head dim, `P` splits.
 """
@@ -77,7 +77,9 @@ class RowAttentionOperation:
             )
             for block in sorted(blocks)
         ]
-        return (*kernels, Kernel("combine_splits", "kernel.combine_splits", num_warps=2))
+        if self.num_splits > 1:
+            kernels.append(Kernel("combine_splits", "kernel.combine_splits", num_warps=2))
+        return tuple(kernels)
 
     @property
     def arguments(self) -> Mapping[str, str | int | None]:
@@ -106,6 +108,8 @@ def _outputs(form: RowAttentionForm) -> tuple[Tensor, ...]:
 
 @functools.cache
 def _workspace(form: RowAttentionForm, num_splits: int) -> tuple[Tensor, ...]:
+    if num_splits == 1:
+        return ()
     shape = ("B", form.num_heads, "S", num_splits)
     return (
         Tensor("accumulators", "float32", (*shape, form.head_dim)),
@@ -118,6 +122,7 @@ def _workspace(form: RowAttentionForm, num_splits: int) -> tuple[Tensor, ...]:
 def _arguments(operation: RowAttentionOperation) -> Mapping[str, str | int | None]:
     form = operation.form
     return {
+        **dict.fromkeys(("accumulators", "maxima", "sums")),
         **{tensor.name: tensor.name for tensor in (*operation.inputs, *operation.outputs, *operation.workspace)},
         "NUM_HEADS": form.num_heads,
         "NUM_KV_HEADS": form.num_kv_heads,
@@ -143,10 +148,12 @@ def _launches(operation: RowAttentionOperation, num_rows: int, num_slots: int) -
     block = _query_block(form, queries)
     query_blocks = -(-queries // block)
     scalars = {"num_slots": num_slots, "num_query_blocks": query_blocks}
-    return (
-        Launch(f"attend_split_{block}", (num_rows * form.num_kv_heads * query_blocks, operation.num_splits), scalars),
-        Launch("combine_splits", (num_rows * form.num_heads * num_slots, 1), {"num_slots": num_slots}),
+    attend = Launch(
+        f"attend_split_{block}", (num_rows * form.num_kv_heads * query_blocks, operation.num_splits), scalars
     )
+    if operation.num_splits == 1:
+        return (attend,)
+    return attend, Launch("combine_splits", (num_rows * form.num_heads * num_slots, 1), {"num_slots": num_slots})
 
 
 def _width(form: RowAttentionForm) -> int:

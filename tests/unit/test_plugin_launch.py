@@ -122,7 +122,8 @@ ATTENTION = KernelBundle(
     {
         90: (
             kernel(
-                "attend_split_16", "query keys values last_seen accumulators maxima sums num_slots num_query_blocks"
+                "attend_split_16",
+                "query keys values last_seen accumulators maxima sums attended num_slots num_query_blocks",
             ),
             kernel("attend_split_32", "query"),
             kernel("combine_splits", "last_seen accumulators maxima sums attended num_slots"),
@@ -141,8 +142,32 @@ def test_attention_is_launched_in_splits(way: str, driver: Path, tmp_path: Path)
     query, keys, values, last_seen, attended = (f"{address(index):x}" for index in range(5))
     parts = " ".join(f"{WORKSPACE + offsets[name]:x}" for name in ("accumulators", "maxima", "sums"))
     assert result.stdout.splitlines() == [
-        f"launch attend_split_16_entry 9,3,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {parts} 5 1 0 0",
+        f"launch attend_split_16_entry 9,3,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {parts} {attended} 5 1 0 0",
         f"launch combine_splits_entry 135,1,1 128,1,1 0 99 {last_seen} {parts} {attended} 5 0 0",
+    ]
+
+
+PROMPTS = KernelBundle(
+    "RowAttention",
+    {**ATTENTION.attributes, "num_slots": 200},
+    "by hand",
+    {
+        90: tuple(
+            kernel(f"attend_split_{size}", "query keys values last_seen attended num_slots num_query_blocks")
+            for size in (16, 32, 64)
+        )
+    },
+)
+
+
+@pytest.mark.parametrize("way", ["launcher", "plugin"])
+def test_attention_over_a_prompt_chunk_is_one_launch_without_workspace(way: str, driver: Path, tmp_path: Path) -> None:
+    result = record(driver, way, PROMPTS, tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert row_attention(PROMPTS.attributes).workspace == ()
+    query, keys, values, last_seen, attended = (f"{address(index):x}" for index in range(5))
+    assert result.stdout.splitlines() == [
+        f"launch attend_split_16_entry 9,1,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {attended} 5 1 0 0"
     ]
 
 
