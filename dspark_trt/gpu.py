@@ -69,12 +69,6 @@ def look_for_gpu() -> Gpu | NoGpu:
     return Gpu(name, 10 * major + minor, memory_bytes, _driver_version(cuda))
 
 
-def find_gpu() -> Gpu | None:
-    """CUDA's device 0; None without a device, a driver, or the package that asks it."""
-    found = look_for_gpu()
-    return found if isinstance(found, Gpu) else None
-
-
 def _driver_version(cuda: int) -> str:
     """`cuda` is 1000 * major + 10 * minor of the newest CUDA version that the driver supports."""
     supported = f"CUDA {cuda // 1000}.{cuda % 1000 // 10}"

@@ -188,10 +188,10 @@ STAGES = (
     Stage(
         name="graphs",
         predecessors=("checkpoints",),
+        # inputs and outputs are those of bindings and dims, and the plugins write their function bodies
         packages=lambda context: (
-            "dspark_trt.graphs",
-            "dspark_trt_plugins.markov_head",
-            *(("dspark_trt_plugins.prefix_select",) if context.is_on_device else ()),
+            *("dspark_trt.graphs", "dspark_trt.bindings*", "dspark_trt.dims*"),
+            "dspark_trt_plugins",
         ),
         settings=lambda context: {
             "precision": context.precision,

@@ -1,13 +1,56 @@
-"""Writes the nodes of an ONNX function body or of a branch of it."""
+"""Writes `dspark` nodes and their ONNX function bodies, or branches of one."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import onnx
+from dspark_trt_plugins.operation import NAMESPACE, VERSION, attributes_of
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
+
+OPSET = 24
+
+
+class Form(Protocol):
+    """A frozen dataclass: what is fixed about an operation when a graph is written."""
+
+    @property
+    def input_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def output_names(self) -> tuple[str, ...]: ...
+
+
+def form_node(
+    op_type: str, form: Form, inputs: Sequence[str], outputs: Sequence[str], *, name: str | None = None
+) -> onnx.NodeProto:
+    """A node that calls a function, with the attributes that a TensorRT plugin reads; named like its operation if not otherwise.
+
+    `inputs` and `outputs` are value names in the order of `form.input_names` and `form.output_names`.
+    """
+    assert len(inputs) == len(form.input_names), (inputs, form.input_names)
+    assert len(outputs) == len(form.output_names), (outputs, form.output_names)
+    return helper.make_node(op_type, inputs, outputs, name=name or op_type, domain=NAMESPACE, **_attributes(form))
+
+
+def form_function(op_type: str, form: Form, nodes: Iterable[onnx.NodeProto]) -> onnx.FunctionProto:
+    """The function that such nodes call."""
+    return helper.make_function(
+        NAMESPACE,
+        op_type,
+        list(form.input_names),
+        list(form.output_names),
+        list(nodes),
+        [helper.make_opsetid("", OPSET)],
+        list(_attributes(form)),
+    )
+
+
+def _attributes(form: Form) -> dict[str, int | str]:
+    return {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, **attributes_of(form)}
 
 
 class Body:

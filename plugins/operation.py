@@ -21,6 +21,8 @@ ELEMENT_BYTES: dict[ElementType, int] = {
     "bfloat16": 2,
     "float32": 4,
 }
+NAMESPACE = "dspark"  # of the nodes, and of the plugins that take them
+VERSION = "1"
 POINTER_ALIGNMENT = 16  # bytes
 WORKSPACE_ALIGNMENT = 256
 Extents = Mapping[str, int]

@@ -9,10 +9,10 @@ from typing import Any
 import onnx
 from dspark_trt_plugins.bundle import KernelBundle
 from dspark_trt_plugins.markov_head import plugin as markov_head_plugin
-from dspark_trt_plugins.operation import Operation
+from dspark_trt_plugins.operation import NAMESPACE, VERSION, Operation
 from dspark_trt_plugins.prefix_select import plugin as prefix_select_plugin
 from dspark_trt_plugins.row_attention import plugin as row_attention_plugin
-from dspark_trt_plugins.trt_plugin import NAMESPACE, VERSION, unregister
+from dspark_trt_plugins.trt_plugin import unregister
 
 _PLUGINS: Mapping[str, ModuleType] = {
     plugin.NAME: plugin for plugin in (markov_head_plugin, prefix_select_plugin, row_attention_plugin)

@@ -14,11 +14,9 @@ from typing import Any
 
 import numpy as np
 from dspark_trt_plugins.bundle import KernelBundle, bundle_from_bytes
-from dspark_trt_plugins.operation import Operation, extents_of, workspace_offsets
+from dspark_trt_plugins.operation import NAMESPACE, VERSION, Operation, extents_of, workspace_offsets
 from dspark_trt_plugins.rtx_soname import provide_library_name
 
-NAMESPACE = "dspark"
-VERSION = "1"
 KERNELS_FIELD = "kernels"
 FULL = "tensorrt"
 RTX = "tensorrt_rtx"

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import onnx
+from dspark_trt_plugins.body import OPSET
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
-from dspark_trt_plugins.markov_head.function_body import DOMAIN, OPSET, markov_head_function, markov_head_node
+from dspark_trt_plugins.markov_head.function_body import markov_head_function, markov_head_node
 from dspark_trt_plugins.markov_head.reference import MarkovHeadOutput
+from dspark_trt_plugins.operation import NAMESPACE
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
@@ -67,7 +69,7 @@ def function_model(form: MarkovHeadForm, weights: Arrays, hidden_size: int) -> o
     initializers = [numpy_helper.from_array(weights[name], name) for name in form.weight_names]
     return helper.make_model(
         helper.make_graph([node], "markov_head", inputs, outputs, initializers),
-        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)],
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(NAMESPACE, 1)],
         functions=[markov_head_function(form)],
         ir_version=11,
     )

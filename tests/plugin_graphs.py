@@ -5,10 +5,11 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import onnx
+from dspark_trt_plugins.body import OPSET
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
-from dspark_trt_plugins.markov_head.function_body import DOMAIN, OPSET, markov_head_function, markov_head_node
+from dspark_trt_plugins.markov_head.function_body import markov_head_function, markov_head_node
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
-from dspark_trt_plugins.operation import Tensor
+from dspark_trt_plugins.operation import NAMESPACE, Tensor
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.function_body import prefix_select_function, prefix_select_node
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
@@ -50,7 +51,7 @@ def draft_and_select_model(head: MarkovHeadForm, select: PrefixSelectForm) -> on
     given = [t for name, t in inputs.items() if name not in (*weights, *MAKES)]
     return helper.make_model(
         helper.make_graph(nodes, "draft_and_select", _infos(given), _infos(list(outputs.values())), initializers),
-        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)],
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(NAMESPACE, 1)],
         functions=[markov_head_function(head), prefix_select_function(select)],
         ir_version=11,
     )

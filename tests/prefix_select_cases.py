@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import onnx
+from dspark_trt_plugins.body import OPSET
+from dspark_trt_plugins.operation import NAMESPACE
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
-from dspark_trt_plugins.prefix_select.function_body import DOMAIN, OPSET, prefix_select_function, prefix_select_node
+from dspark_trt_plugins.prefix_select.function_body import prefix_select_function, prefix_select_node
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -63,7 +65,7 @@ def function_model(form: PrefixSelectForm) -> onnx.ModelProto:
     node = prefix_select_node(form, form.input_names, form.output_names)
     return helper.make_model(
         helper.make_graph([node], "prefix_select", inputs, outputs),
-        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)],
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(NAMESPACE, 1)],
         functions=[prefix_select_function(form)],
         ir_version=11,
     )

@@ -8,8 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
+from dspark_trt_plugins.body import OPSET
+from dspark_trt_plugins.operation import NAMESPACE
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
-from dspark_trt_plugins.row_attention.function_body import DOMAIN, OPSET, row_attention_function, row_attention_node
+from dspark_trt_plugins.row_attention.function_body import row_attention_function, row_attention_node
 from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
@@ -99,7 +101,7 @@ def _model(
 ) -> onnx.ModelProto:
     return helper.make_model(
         helper.make_graph(nodes, "row_attention", inputs, outputs),
-        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, 1)],
+        opset_imports=[helper.make_opsetid("", OPSET), helper.make_opsetid(NAMESPACE, 1)],
         functions=[row_attention_function(form)],
         ir_version=11,
     )

@@ -32,7 +32,7 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngine
 
     from dspark_trt.engines.device_engines import DeviceSessions, open_device_engines
     from dspark_trt.engines.tensorrt_runtime import TensorRTRuntime
-    from dspark_trt.engines.tensorrt_session import AtLeastOneLogit, TensorRTSession
+    from dspark_trt.engines.tensorrt_session import TensorRTSession
 
     if not torch.cuda.is_available():
         raise EnvironmentMissingError(
@@ -48,8 +48,7 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngine
                 "`dspark-trt build` again"
             )
     runtime = TensorRTRuntime(settings.backend, DEVICE)
-    target, ingest, draft, select = (TensorRTSession(engine_path(folder, graph), runtime) for graph in GRAPHS)
-    sessions = DeviceSessions(AtLeastOneLogit(target, runtime.device), ingest, draft, select)
+    sessions = DeviceSessions(*(TensorRTSession(engine_path(folder, graph), runtime) for graph in GRAPHS))
     return open_device_engines(
         sessions,
         target_dims_from_metadata(facts[bindings.TARGET_GRAPH].metadata, bindings.TARGET_GRAPH),

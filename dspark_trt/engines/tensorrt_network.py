@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import onnx
-from dspark_trt_plugins.trt_plugin import NAMESPACE
+from dspark_trt_plugins.operation import NAMESPACE
 
 from dspark_trt import bindings
 from dspark_trt.engines.tensorrt_library import BuildLog

@@ -17,9 +17,11 @@ from dspark_trt_plugins.operation import next_power_of_2
 from dspark_trt import bindings
 from dspark_trt.dims import DrafterDims, TargetDims
 from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.errors import CapacityError
+from dspark_trt.errors import EngineBuildError
 
 GRAPHS = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
+Shape = tuple[int, ...]
+ShapeRange = tuple[Shape, Shape]  # smallest and largest
 _USUAL_REQUESTS = 8  # where latency counts most; a larger batch costs little more while weights are what is read
 
 
@@ -39,11 +41,7 @@ class Profile:
     name: str
     extents: Mapping[str, ExtentRange]
 
-    def serves(self, extents: Mapping[str, int]) -> bool:
-        """Whether a call with these extents fits."""
-        return all(self.extents[name].smallest <= size <= self.extents[name].largest for name, size in extents.items())
-
-    def shapes(self, binding: bindings.Binding) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    def shapes(self, binding: bindings.Binding) -> tuple[Shape, Shape, Shape]:
         """Smallest, usual and largest shape of a binding."""
         ranges = [
             self.extents[size] if isinstance(size, str) else ExtentRange(size, size, size) for size in binding.shape
@@ -81,15 +79,34 @@ def graph_profiles(graph: str, limits: EngineLimits, gamma: int) -> tuple[Profil
     }[graph](limits, gamma)
 
 
-def choose_profile(profiles: Sequence[Profile], extents: Mapping[str, int]) -> int:
-    """Index of the first profile that serves a call. Raises CapacityError when there is none."""
+def choose_profile(profiles: Sequence[Mapping[str, ShapeRange]], shapes: Mapping[str, Shape], *, where: str) -> int:
+    """Index of the first profile that serves a call; they stand from the tightest to the widest.
+
+    Args:
+        profiles: ranges of every input's shape.
+        shapes: of every input of the call.
+
+    Raises EngineBuildError when there is none.
+    """
     for index, profile in enumerate(profiles):
-        if profile.serves(extents):
+        if all(_is_within(shape, profile[name]) for name, shape in shapes.items()):
             return index
-    widest = {name: (extent.smallest, extent.largest) for name, extent in profiles[-1].extents.items()}
-    raise CapacityError(
-        f"a call of {dict(extents)} fits no profile of the engine, of which the widest takes {widest}; build with larger "
-        "--max-slots or --max-batch-tokens"
+    widest = profiles[-1]
+    misfits = [
+        f"{name} {shape} (expected {widest[name][0]} to {widest[name][1]})"
+        for name, shape in shapes.items()
+        if not _is_within(shape, widest[name])
+    ]
+    raise EngineBuildError(
+        f"{where}: a call fits no profile of the engine, found {', '.join(misfits)}; build with larger --max-slots or "
+        "--max-batch-tokens"
+    )
+
+
+def _is_within(shape: Shape, allowed: ShapeRange) -> bool:
+    smallest, largest = allowed
+    return len(shape) == len(smallest) and all(
+        low <= size <= high for low, size, high in zip(smallest, shape, largest, strict=True)
     )
 
 

@@ -16,13 +16,12 @@ import torch
 
 from dspark_trt import bindings
 from dspark_trt.engines.device_session import Tensors
+from dspark_trt.engines.tensorrt_profiles import ShapeRange, choose_profile
 from dspark_trt.engines.tensorrt_runtime import TensorRTRuntime
 from dspark_trt.engines.torch_errors import torch_errors
 from dspark_trt.errors import EngineBuildError
 
 ALIGNMENT_BYTES = 256  # of every address (IExecutionContext::setTensorAddress)
-Shape = tuple[int, ...]
-ShapeRange = tuple[Shape, Shape]  # smallest and largest
 
 
 class TensorRTSession:
@@ -99,8 +98,7 @@ class TensorRTSession:
             if not is_usable or tensor.data_ptr() % ALIGNMENT_BYTES:
                 raise EngineBuildError(
                     f"{self._name}: {each}: expected a contiguous {self._types[each]} tensor on {device} at a multiple of "
-                    f"{ALIGNMENT_BYTES} bytes, found {tensor.dtype} on {tensor.device} at {tensor.data_ptr():#x}; where it is "
-                    "a cache, its rows have to be such a multiple: build with another --max-seq-len"
+                    f"{ALIGNMENT_BYTES} bytes, found {tensor.dtype} on {tensor.device} at {tensor.data_ptr():#x}; report this"
                 )
         return tensors
 
@@ -144,59 +142,6 @@ class _Context:
     def _check(self, is_ok: bool, what: str) -> None:
         if not is_ok:
             raise self._runtime.failure(f"{self._name}: TensorRT refuses {what}")
-
-
-class AtLeastOneLogit:
-    """DeviceSession of the target whose engine cannot be asked for no logits: it is asked for one that nobody reads.
-
-    TensorRT takes no empty binding as a rule, and the profiles begin at one logit row.
-    """
-
-    def __init__(self, session: TensorRTSession, device: torch.device) -> None:
-        self._session = session
-        self._logit_rows = torch.zeros(1, dtype=torch.int64, device=device)
-
-    def run(self, tensors: Tensors) -> None:
-        """Raises what TensorRTSession raises."""
-        if len(tensors[bindings.LOGIT_ROWS]) == 0:
-            unread = tensors[bindings.LOGITS].new_empty((1, tensors[bindings.LOGITS].shape[1]))
-            tensors = {**tensors, bindings.LOGIT_ROWS: self._logit_rows, bindings.LOGITS: unread}
-        self._session.run(tensors)
-
-    def bind(self, tensors: Tensors) -> Callable[[], None]:
-        """Raises what TensorRTSession raises. A bound call asks for the logits of all its tokens."""
-        return self._session.bind(tensors)
-
-
-def choose_profile(profiles: Sequence[Mapping[str, ShapeRange]], shapes: Mapping[str, Shape], *, where: str) -> int:
-    """Index of the first profile that serves a call; they stand from the tightest to the widest.
-
-    Args:
-        profiles: ranges of every input's shape.
-        shapes: of every input of the call.
-
-    Raises EngineBuildError when there is none.
-    """
-    for index, profile in enumerate(profiles):
-        if all(_is_within(shape, profile[name]) for name, shape in shapes.items()):
-            return index
-    widest = profiles[-1]
-    misfits = [
-        f"{name} {shape} (expected {widest[name][0]} to {widest[name][1]})"
-        for name, shape in shapes.items()
-        if not _is_within(shape, widest[name])
-    ]
-    raise EngineBuildError(
-        f"{where}: a call fits no profile of the engine, found {', '.join(misfits)}; build with larger --max-slots or "
-        "--max-batch-tokens"
-    )
-
-
-def _is_within(shape: Shape, allowed: ShapeRange) -> bool:
-    smallest, largest = allowed
-    return len(shape) == len(smallest) and all(
-        low <= size <= high for low, size, high in zip(smallest, shape, largest, strict=True)
-    )
 
 
 def _shape_range(profile_shape: Sequence[Any]) -> ShapeRange:

@@ -11,6 +11,7 @@ Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` v
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -31,13 +32,14 @@ from dspark_trt.engines.torch_heads import SequentialStage
 _ATTENTION_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
-class TorchSession:
-    """DeviceSession of one graph: `forward` enqueues it."""
+class TorchSession(ABC):
+    """DeviceSession of one graph."""
 
     name: str
 
+    @abstractmethod
     def forward(self, tensors: Tensors) -> None:
-        raise NotImplementedError
+        """Enqueue the graph's operators."""
 
     def run(self, tensors: Tensors) -> None:
         """Raises EngineBuildError when PyTorch or CUDA fails."""

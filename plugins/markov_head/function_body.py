@@ -12,15 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-from dspark_trt_plugins.body import Body
+from dspark_trt_plugins.body import Body, form_function, form_node
 from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT, LARGEST_LOGIT, W1, W2, FloatType, MarkovHeadForm
-from dspark_trt_plugins.operation import attributes_of
 from onnx import TensorProto, helper, numpy_helper
 
-DOMAIN = "dspark"
 NAME = "MarkovHead"
-PLUGIN_VERSION = "1"
-OPSET = 24
 # The vocabulary is searched in two levels, blocks first: exact enough in float32 and much faster than a scan over V.
 BLOCK_SIZE = 128
 _LARGEST_FRACTION = 1 - 2.0**-23  # stays below 1 where a compiler computes float64 as float32 (TensorRT does)
@@ -31,13 +27,7 @@ def markov_head_node(form: MarkovHeadForm, inputs: Sequence[str], outputs: Seque
 
     `inputs` and `outputs` are value names in the order of `form.input_names` and `form.output_names`.
     """
-    assert len(inputs) == len(form.input_names), (inputs, form.input_names)
-    assert len(outputs) == len(form.output_names), (outputs, form.output_names)
-    return helper.make_node(NAME, inputs, outputs, name=NAME, domain=DOMAIN, **_attributes(form))
-
-
-def _attributes(form: MarkovHeadForm) -> dict[str, int | str]:
-    return {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION, **attributes_of(form)}
+    return form_node(NAME, form, inputs, outputs)
 
 
 def markov_head_function(form: MarkovHeadForm) -> onnx.FunctionProto:
@@ -62,15 +52,7 @@ def markov_head_function(form: MarkovHeadForm) -> onnx.FunctionProto:
     body.op("Concat", *logits, axis=1, output="draft_logits")
     if form.has_confidence_head:
         _confidence(form, body, weights, embeddings)
-    return helper.make_function(
-        DOMAIN,
-        NAME,
-        list(form.input_names),
-        list(form.output_names),
-        body.nodes,
-        [helper.make_opsetid("", OPSET)],
-        list(_attributes(form)),
-    )
+    return form_function(NAME, form, body.nodes)
 
 
 class _Steps:

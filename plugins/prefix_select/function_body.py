@@ -13,15 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-from dspark_trt_plugins.body import Body
-from dspark_trt_plugins.operation import attributes_of
+from dspark_trt_plugins.body import Body, form_function, form_node
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from onnx import TensorProto, helper
 
-DOMAIN = "dspark"
 NAME = "PrefixSelect"
-PLUGIN_VERSION = "1"
-OPSET = 24
 _NOT_OFFERED = -1.0  # stands for the survival of a draft beyond its request's cap, and of a forced one
 
 
@@ -30,9 +26,7 @@ def prefix_select_node(form: PrefixSelectForm, inputs: Sequence[str], outputs: S
 
     `inputs` and `outputs` are value names in the order of `form.input_names` and `form.output_names`.
     """
-    assert len(inputs) == len(form.input_names), (inputs, form.input_names)
-    assert len(outputs) == len(form.output_names), (outputs, form.output_names)
-    return helper.make_node(NAME, inputs, outputs, name=NAME, domain=DOMAIN, **_attributes(form))
+    return form_node(NAME, form, inputs, outputs)
 
 
 def prefix_select_function(form: PrefixSelectForm) -> onnx.FunctionProto:
@@ -41,19 +35,7 @@ def prefix_select_function(form: PrefixSelectForm) -> onnx.FunctionProto:
     writer.admit()
     writer.pack_tokens()
     writer.pack_rows()
-    return helper.make_function(
-        DOMAIN,
-        NAME,
-        list(form.input_names),
-        list(form.output_names),
-        writer.nodes,
-        [helper.make_opsetid("", OPSET)],
-        list(_attributes(form)),
-    )
-
-
-def _attributes(form: PrefixSelectForm) -> dict[str, int | str]:
-    return {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION, **attributes_of(form)}
+    return form_function(NAME, form, writer.nodes)
 
 
 class _Writer:

@@ -12,15 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 import onnx
-from dspark_trt_plugins.body import Body
-from dspark_trt_plugins.operation import attributes_of
+from dspark_trt_plugins.body import Body, form_function, form_node
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
-from onnx import helper
 
-DOMAIN = "dspark"
 NAME = "RowAttention"
-PLUGIN_VERSION = "1"
-OPSET = 24
 
 
 def row_attention_node(
@@ -31,28 +26,14 @@ def row_attention_node(
     `inputs` and `outputs` are value names in the order of `form.input_names` and `form.output_names`. A graph has one such
     node for each layer: give each one its own `name`.
     """
-    assert len(inputs) == len(form.input_names), (inputs, form.input_names)
-    assert len(outputs) == len(form.output_names), (outputs, form.output_names)
-    return helper.make_node(NAME, inputs, outputs, name=name, domain=DOMAIN, **_attributes(form))
+    return form_node(NAME, form, inputs, outputs, name=name)
 
 
 def row_attention_function(form: RowAttentionForm) -> onnx.FunctionProto:
-    """The function body for one form. All nodes of a model share it, so they are all of one form."""
+    """The function body for one form. All nodes of a model share it: their forms may differ in num_slots, which it does not read."""
     body = Body(f"{NAME}/")
     positions = body.constant(np.arange(form.capacity, dtype=np.int64))
     limits = body.op("Unsqueeze", "last_seen", body.axes(1, 3))  # [B, 1, S, 1]
     mask = body.op("LessOrEqual", positions, limits)  # [B, 1, S, C]
     body.op("Attention", "query", "keys", "values", mask, output="attended", scale=form.head_dim**-0.5)
-    return helper.make_function(
-        DOMAIN,
-        NAME,
-        list(form.input_names),
-        list(form.output_names),
-        body.nodes,
-        [helper.make_opsetid("", OPSET)],
-        list(_attributes(form)),
-    )
-
-
-def _attributes(form: RowAttentionForm) -> dict[str, int | str]:
-    return {"plugin_namespace": DOMAIN, "plugin_version": PLUGIN_VERSION, **attributes_of(form)}
+    return form_function(NAME, form, body.nodes)

@@ -8,13 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dspark_trt.engines.tensorrt_profiles import GRAPHS, choose_profile, graph_profiles
+from dspark_trt.engines.tensorrt_profiles import GRAPHS, graph_profiles
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest
 from tests.device_cases import HEADS, LIMITS, Pair, decode, device_loop, greedy_requests, make_pair, tokens_of
 from tests.engine.conversations import open_pair
 from tests.engine.onnxruntime_device_session import DevicePair, open_device_pair
+from tests.profile_choice import chosen_profile
 
 MODES = {
     "off": SchedulerConfig("off"),
@@ -105,6 +106,6 @@ def test_every_call_of_a_loop_fits_a_profile_and_buckets_fit_a_tight_one(opened:
         profiles = graph_profiles(graph, LIMITS, opened.pair.gamma)
         assert session.bound_extents
         for extents in session.bound_extents:
-            assert choose_profile(profiles, extents) < max(len(profiles) - 1, 1), (graph, extents)
+            assert chosen_profile(profiles, extents) < max(len(profiles) - 1, 1), (graph, extents)
         for extents in session.run_extents:
-            choose_profile(profiles, extents)
+            chosen_profile(profiles, extents)

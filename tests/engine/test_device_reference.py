@@ -119,7 +119,7 @@ def test_no_weight_is_read_in_a_call(precision: DevicePrecision, pair: Pair, mon
     tokens_of(device_loop(engines, schedulers(pair.gamma)["fixed 2"]), greedy_requests(max_tokens=8))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
-def test_a_device_that_is_not_there_is_refused(pair: Pair) -> None:
+def test_a_device_that_is_not_there_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(EnvironmentMissingError, match=r"device cuda: PyTorch .* sees no CUDA GPU; install"):
         open_device_reference_engines(pair.target, pair.drafter, limits=LIMITS, precision="bf16", device="cuda")

@@ -15,13 +15,13 @@ from dspark_trt.dims import DrafterDims, TargetDims, drafter_dims, target_dims
 from dspark_trt.engines.protocol import EngineLimits
 from dspark_trt.engines.registry import EngineSettings
 from dspark_trt.engines.tensorrt_engines import open_tensorrt_engines
-from dspark_trt.engines.tensorrt_profiles import GRAPHS, Profile, graph_inputs, graph_profiles
-from dspark_trt.engines.tensorrt_profiles import choose_profile as choose_by_extents
+from dspark_trt.engines.tensorrt_profiles import GRAPHS, Profile, choose_profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt_runtime import TensorRTRuntime
-from dspark_trt.engines.tensorrt_session import TensorRTSession, choose_profile
-from dspark_trt.errors import CapacityError, EngineBuildError, EnvironmentMissingError
+from dspark_trt.engines.tensorrt_session import TensorRTSession
+from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from tests.engine.conversations import read_pair
 from tests.factories import write_drafter, write_target
+from tests.profile_choice import chosen_profile
 
 LIMITS = EngineLimits(max_slots=5, max_seq_len=96, max_batch_tokens=40)
 
@@ -65,8 +65,8 @@ def test_the_ranges_of_an_engine_give_the_profile_that_its_extents_give(
             each.name: tuple(extents[size] if isinstance(size, str) else size for size in each.shape) for each in inputs
         }
         try:
-            expected = choose_by_extents(profiles, extents)
-        except CapacityError:
+            expected = chosen_profile(profiles, extents)
+        except EngineBuildError:
             with pytest.raises(EngineBuildError, match=rf"{graph}: a call fits no profile"):
                 choose_profile(ranges, shapes, where=graph)
             continue
@@ -107,7 +107,7 @@ def engine_file(runtime: TensorRTRuntime, tmp_path_factory: pytest.TempPathFacto
     return path
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a driver TensorRT-RTX opens the engine")
 def test_an_engine_without_a_driver_is_refused_in_the_librarys_words(
     runtime: TensorRTRuntime, engine_file: Path
 ) -> None:
@@ -142,8 +142,8 @@ def test_an_error_has_only_what_was_said_about_it(runtime: TensorRTRuntime, tmp_
     assert len(messages[0]) == len(messages[1])
 
 
-@pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built for CUDA here")
-def test_a_build_needs_torch_for_cuda(tmp_path: Path) -> None:
+def test_a_build_needs_torch_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dspark_trt.environment.torch_versions", lambda: ("2.13.0", None))
     settings = EngineSettings.model_validate_json(json.dumps({"backend": "tensorrt_rtx", "sms": [89]}))
     with pytest.raises(
         EnvironmentMissingError, match=r"torch for CUDA: torch \S+ is built without CUDA \(pip install torch"

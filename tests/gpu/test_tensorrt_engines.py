@@ -20,7 +20,6 @@ from dspark_trt.engines.device_reference import open_reference_sessions
 from dspark_trt.engines.registry import EngineSettings
 from dspark_trt.engines.tensorrt_engines import open_tensorrt_engines
 from dspark_trt.engines.tensorrt_library import SUPPORTED_SMS, Library
-from dspark_trt.engines.tensorrt_session import AtLeastOneLogit
 from tests.device_cases import (
     LIMITS,
     check_same_up_to_ties,
@@ -170,16 +169,6 @@ def test_a_cuda_graph_gives_the_bits_of_its_bound_call_whatever_runs_in_between(
     replay()
     for name in names:
         assert torch.equal(static[name].view(torch.uint8), expected[name].view(torch.uint8)), name
-
-
-def test_a_call_can_ask_for_no_logits(compiled: Compiled) -> None:
-    session = AtLeastOneLogit(compiled.sessions[bindings.TARGET_GRAPH], compiled.runtime.device)
-    every, none = prefill(compiled), prefill(compiled)
-    session.run(every)
-    none[bindings.LOGIT_ROWS], none[bindings.LOGITS] = none[bindings.LOGIT_ROWS][:0], none[bindings.LOGITS][:0]
-    session.run(none)
-    num_real = num_tokens((*ROWS, *CHUNKS))
-    assert_near(none[bindings.TAPS][:num_real], every[bindings.TAPS][:num_real], bindings.TAPS)
 
 
 @pytest.fixture

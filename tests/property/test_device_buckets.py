@@ -13,8 +13,9 @@ from dspark_trt import bindings
 from dspark_trt.engines.device_buckets import LARGEST_POWER, bucket, prefill_runs, query_bucket
 from dspark_trt.engines.device_calls import HostBatch, check_batch, target_calls
 from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.engines.tensorrt_profiles import choose_profile, graph_profiles
+from dspark_trt.engines.tensorrt_profiles import graph_profiles
 from dspark_trt.errors import CapacityError
+from tests.profile_choice import chosen_profile
 
 GAMMA = 4
 LIMITS = EngineLimits(max_slots=13, max_seq_len=200, max_batch_tokens=90)
@@ -179,5 +180,5 @@ def test_every_target_call_fits_a_profile_that_tensorrt_compiles(batch: HostBatc
         decode, prefill = call.shape.decode, call.shape.prefill or (1, 1)
         extents = {"T": call.shape.num_tokens, "L": call.shape.num_logits}
         extents |= {"B_decode": decode[0], "S_decode": decode[1], "B_prefill": prefill[0], "S_prefill": prefill[1]}
-        chosen = choose_profile(profiles, extents)
+        chosen = chosen_profile(profiles, extents)
         assert profiles[chosen].name != "prefill" or call.shape.prefill is not None, "a bucket has a tight profile"

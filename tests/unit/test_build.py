@@ -77,6 +77,20 @@ def test_changed_limits_keep_the_checkpoints_and_rebuild_what_follows(recipe: Bu
     assert [result.stage for result in results if not result.was_built] == ["checkpoints"]
 
 
+@pytest.mark.parametrize(
+    "source", ["plugins/row_attention/function_body.py", "plugins/body.py", "dspark_trt/bindings.py"]
+)
+def test_graphs_are_made_again_when_what_writes_them_changes(
+    source: str, recipe: BuildRecipe, copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only the package graphs: function bodies come from the plugins, names and shapes from bindings."""
+    path, read = Path(__file__).parents[2] / source, Path.read_bytes
+    assert path.exists()
+    monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + (b"#" if p.resolve() == path.resolve() else b""))
+    built = [result.stage for result in build(recipe, copied) if result.was_built]
+    assert built[0] == "graphs"
+
+
 @pytest.mark.parametrize("failing", [stage.name for stage in STAGES])
 def test_interrupted_stage_leaves_nothing_half_written_and_the_next_build_resumes(
     recipe: BuildRecipe, copied: Path, failing: str, monkeypatch: pytest.MonkeyPatch

@@ -14,10 +14,10 @@ import numpy as np
 import onnx
 import pytest
 from dspark_trt_plugins.compile import compile_operation
-from dspark_trt_plugins.operation import workspace_offsets
+from dspark_trt_plugins.operation import NAMESPACE, VERSION, workspace_offsets
 from dspark_trt_plugins.registry import check_kernels, operations_in, register_plugins, unregister_plugins
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
-from dspark_trt_plugins.trt_plugin import NAMESPACE, VERSION, load_tensorrt
+from dspark_trt_plugins.trt_plugin import load_tensorrt
 from onnx.inliner import inline_local_functions
 
 from dspark_trt.engines.tensorrt_library import BuildLog

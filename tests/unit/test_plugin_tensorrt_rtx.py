@@ -18,9 +18,10 @@ import onnx
 import pytest
 from dspark_trt_plugins.bundle import KernelBundle, read_bundle
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
+from dspark_trt_plugins.operation import NAMESPACE, VERSION
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.registry import check_kernels, operations_in, register_plugins, unregister_plugins
-from dspark_trt_plugins.trt_plugin import NAMESPACE, VERSION, load_tensorrt
+from dspark_trt_plugins.trt_plugin import load_tensorrt
 
 from dspark_trt.engines.tensorrt_library import BuildLog
 from tests.plugin_graphs import draft_and_select_model

@@ -14,10 +14,11 @@ from dspark_trt.engines import tensorrt_targets
 from dspark_trt.engines.protocol import EngineLimits
 from dspark_trt.engines.tensorrt_library import SUPPORTED_SMS, check_library, check_sms, import_library, kernel_sm
 from dspark_trt.engines.tensorrt_memory import cache_bytes, check_memory, output_bytes
-from dspark_trt.engines.tensorrt_profiles import GRAPHS, choose_profile, graph_inputs, graph_profiles
+from dspark_trt.engines.tensorrt_profiles import GRAPHS, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt_targets import CompileTargets, compile_targets
-from dspark_trt.errors import CapacityError, EngineBuildError, EnvironmentMissingError
+from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.gpu import Gpu, NoGpu
+from tests.profile_choice import chosen_profile
 
 LIMITS = EngineLimits(max_slots=12, max_seq_len=512, max_batch_tokens=100)
 GAMMA = 7
@@ -127,8 +128,8 @@ def test_profiles_cover_every_extent_and_the_last_one_every_call(graph: str) -> 
         "T": next_power_of_2(100), "L": next_power_of_2(100), "R": 16, "B": 12, "B_context": 12, "B_decode": 12, "B_prefill": 12,
         "S_decode": GAMMA + 1, "S_prefill": 100, "S_context": 100,
     }  # fmt: skip
-    assert widest.serves({name: size for name, size in largest.items() if name in letters})
-    assert widest.serves(dict.fromkeys(letters, 1))
+    for call in ({name: size for name, size in largest.items() if name in letters}, dict.fromkeys(letters, 1)):
+        assert chosen_profile([widest], call) == 0
 
 
 def test_the_tightest_profile_serves() -> None:
@@ -140,6 +141,8 @@ def test_the_tightest_profile_serves() -> None:
         "prefill": {"T": 100, "L": 5, "B_decode": 4, "S_decode": GAMMA + 1, "B_prefill": 2, "S_prefill": 70},
     }
     for name, extents in calls.items():
-        assert profiles[choose_profile(profiles, extents)].name == name
-    with pytest.raises(CapacityError, match=r"'B_decode': 13.* fits no profile .*\(1, 12\).*--max-slots"):
-        choose_profile(profiles, calls["decode"] | {"B_decode": 13})
+        assert profiles[chosen_profile(profiles, extents)].name == name
+    with pytest.raises(
+        EngineBuildError, match=r"fits no profile .* B_decode \(13,\) \(expected \(1,\) to \(12,\)\).*--max-slots"
+    ):
+        chosen_profile(profiles, calls["decode"] | {"B_decode": 13})
