@@ -43,9 +43,8 @@ class DeviceCache:
         self._num_layers = cache.num_layers
         self._max_seq_len = dims.limits.max_seq_len
         self._written = np.zeros(cache.num_rows, np.int64)  # positions of each row that may hold something
-        self._num_behind = (
-            0  # positions from max_seq_len on that may, in any row: rows without tokens are written there
-        )
+        # positions from max_seq_len on that may, in any row: rows without tokens are written there
+        self._num_behind = 0
         self._kept = lru_cache(maxsize=_MAX_RANGES)(self._tensors)
 
     def rows(self, layer: int, which: int, first_row: int, num_rows: int) -> torch.Tensor:

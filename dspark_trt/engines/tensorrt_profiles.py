@@ -68,8 +68,7 @@ def graph_inputs(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[
 def graph_profiles(graph: str, limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     """The profiles of one of GRAPHS, the tightest first.
 
-    Packed tokens and requests may be padded to the next power of two; rows never exceed max_slots, nor a padded query
-    max_batch_tokens, for which the caches have room.
+    The runtime pads within the limits (device_buckets): tokens never exceed max_batch_tokens, nor requests and rows max_slots.
     """
     return {
         bindings.TARGET_GRAPH: _target,
@@ -128,21 +127,21 @@ def _target(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     return (
         profile("decode", plain, decode, idle),
         profile("verify", drafted, verify, idle),
-        profile("prefill", _widest_tokens(limits), ExtentRange(1, gamma + 1, gamma + 1), (some, chunks)),
+        profile("prefill", _chunk(limits), ExtentRange(1, gamma + 1, gamma + 1), (some, chunks)),
     )
 
 
 def _ingest(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     """After a verification up to gamma + 1 tokens of each request, after a prefill chunk all of it."""
     group = f"B_{bindings.CONTEXT}", f"S_{bindings.CONTEXT}"
-    largest = min(next_power_of_2(limits.max_slots * (gamma + 1)), next_power_of_2(limits.max_batch_tokens))
+    largest = min(next_power_of_2(limits.max_slots * (gamma + 1)), limits.max_batch_tokens)
     committed = {
         "T": ExtentRange(1, _tokens(limits, gamma).usual, largest),
         group[0]: _rows(limits),
         group[1]: ExtentRange(1, gamma + 1, gamma + 1),
     }
     chunk = {
-        "T": _widest_tokens(limits),
+        "T": _chunk(limits),
         group[0]: ExtentRange(1, 1, limits.max_slots),
         group[1]: _chunk(limits),
     }
@@ -150,11 +149,11 @@ def _ingest(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
 
 
 def _draft(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
-    return (Profile("draft", {"R": _requests(limits), f"B_{bindings.CONTEXT}": _rows(limits)}),)
+    return (Profile("draft", {"R": _rows(limits), f"B_{bindings.CONTEXT}": _rows(limits)}),)
 
 
 def _select(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
-    return (Profile("select", {"R": _requests(limits), "B": _rows(limits), "T": _tokens(limits, gamma)}),)
+    return (Profile("select", {"R": _rows(limits), "B": _rows(limits), "T": _tokens(limits, gamma)}),)
 
 
 def _exactly(size: int) -> ExtentRange:
@@ -166,22 +165,15 @@ def _up_to(largest: int, usual: int) -> ExtentRange:
 
 
 def _rows(limits: EngineLimits) -> ExtentRange:
+    """KV rows, and requests."""
     return _up_to(limits.max_slots, _USUAL_REQUESTS)
-
-
-def _requests(limits: EngineLimits) -> ExtentRange:
-    return _up_to(next_power_of_2(limits.max_slots), _USUAL_REQUESTS)
 
 
 def _tokens(limits: EngineLimits, gamma: int) -> ExtentRange:
     """Packed tokens of a step that verifies."""
-    return _up_to(next_power_of_2(limits.max_batch_tokens), min(_USUAL_REQUESTS, limits.max_slots) * (gamma + 1))
-
-
-def _widest_tokens(limits: EngineLimits) -> ExtentRange:
-    return _up_to(next_power_of_2(limits.max_batch_tokens), limits.max_batch_tokens)
+    return _up_to(limits.max_batch_tokens, min(_USUAL_REQUESTS, limits.max_slots) * (gamma + 1))
 
 
 def _chunk(limits: EngineLimits) -> ExtentRange:
-    """Padded length of a prefill chunk."""
+    """Packed tokens of a step with a prefill chunk, and the chunk's padded length."""
     return _up_to(limits.max_batch_tokens, limits.max_batch_tokens)

@@ -33,9 +33,8 @@ class TensorRTRuntime:
         self.device = with_index(torch.device(device))
         register_plugins(self.trt)  # kernels and forms are in the engines
         self._runtime = self.trt.Runtime(self.log.logger)
-        self._kernels: dict[
-            int, tuple[Any, Any]
-        ] = {}  # by engine, TensorRT-RTX: what one context compiled serves the others
+        # by engine, with the engine, TensorRT-RTX: what one context compiled serves the others
+        self._kernels: dict[int, tuple[Any, Any]] = {}
         self._memory: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
