@@ -85,10 +85,10 @@ def build(
     verify: Annotated[bool, typer.Option(help="Hash what is kept again.")] = False,
 ) -> None:
     """Turn a target and a drafter into engines, a step table and a Triton model repository."""
-    from dspark_trt.build import build as run_build
-    from dspark_trt.inspection import NUMERIC_NOTES
-    from dspark_trt.manifest import read_summary
-    from dspark_trt.recipe import load_recipe
+    from dspark_trt.building.build import build as run_build
+    from dspark_trt.building.manifest import read_summary
+    from dspark_trt.building.recipe import load_recipe
+    from dspark_trt.commands.inspect import NUMERIC_NOTES
 
     overrides: dict[str, Any] = {
         "target": target,
@@ -170,7 +170,7 @@ def generate(
     as_json: AsJson = False,
 ) -> None:
     """Generate text from a build. With --json, one object on one line for each prompt."""
-    from dspark_trt import generation
+    from dspark_trt.commands import generate as generation
     from dspark_trt.deployment import load_deployment
 
     config = generation.scheduler_from_options(
@@ -239,8 +239,8 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a build with Triton Inference Server until interrupted."""
-    from dspark_trt.serving.serve import ServeOptions, TritonServer
-    from dspark_trt.serving.serve import serve as run_server
+    from dspark_trt.server.serve import ServeOptions, TritonServer
+    from dspark_trt.server.serve import serve as run_server
 
     def on_ready(server: TritonServer) -> None:
         print(f"ready: {server.http_url} (HTTP), {server.grpc_address} (gRPC), {server.metrics_url}", flush=True)
@@ -255,8 +255,8 @@ def inspect(
     verify: Annotated[bool, typer.Option(help="Hash every file again.")] = False,
 ) -> None:
     """Say what a build directory holds and whether its chain is intact."""
-    from dspark_trt.inspection import inspect_build
-    from dspark_trt.report import print_build
+    from dspark_trt.commands.inspect import inspect_build
+    from dspark_trt.commands.report import print_build
 
     description = inspect_build(folder, verify=verify)
     if as_json:
@@ -270,8 +270,8 @@ def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can do and what is missing."""
     from dataclasses import asdict
 
-    from dspark_trt.doctor import can_build_and_generate, examine
-    from dspark_trt.report import print_findings
+    from dspark_trt.commands.doctor import can_build_and_generate, examine
+    from dspark_trt.commands.report import print_findings
 
     findings = examine()
     is_ready = can_build_and_generate(findings)

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dspark_trt.building.finished import read_finished
+from dspark_trt.building.manifest import check_outputs
+from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
-from dspark_trt.engines.protocol import DraftEngine, StepEngine, TargetEngine
-from dspark_trt.engines.registry import check_device, open_engines
-from dspark_trt.finished import read_finished
-from dspark_trt.manifest import check_outputs
-from dspark_trt.recipe import BuildRecipe
+from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
+from dspark_trt.engines.open import check_device, open_engines
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import SamplingParams

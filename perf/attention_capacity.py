@@ -30,9 +30,9 @@ from dspark_trt.checkpoints.spec import (
     TargetSpec,
     TensorInfo,
 )
-from dspark_trt.dims import Attention
-from dspark_trt.engines.onnxruntime_engines import open_engines
-from dspark_trt.engines.protocol import DraftBatch, EngineLimits, TargetBatch
+from dspark_trt.contract.dims import Attention
+from dspark_trt.contract.protocol import DraftBatch, EngineLimits, TargetBatch
+from dspark_trt.engines.onnxruntime.engines import open_engines
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.target import write_target_graph
 

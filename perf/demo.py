@@ -20,7 +20,7 @@ from report import print_table
 from rich.console import Console
 
 from dspark_trt.errors import DSparkError
-from dspark_trt.serving.serve import ServeOptions, TritonServer
+from dspark_trt.server.serve import ServeOptions, TritonServer
 
 QUESTION = "Explain in three sentences why the sky is blue."
 CONCURRENCIES = (1, 8)

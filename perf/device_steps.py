@@ -28,12 +28,12 @@ import torch
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
-from dspark_trt.engines.device_engines import DeviceEngines
-from dspark_trt.engines.device_reference import open_device_reference_engines
-from dspark_trt.engines.protocol import DraftBatch, EngineLimits, SelectBatch
+from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch
+from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.reference.on_device import open_device_reference_engines
 from dspark_trt.steptable.profile import draft_call, verification_batch
-from tests.factories import write_drafter, write_target
+from tests.support.factories import write_drafter, write_target
 
 QWEN3_06B: dict[str, Any] = {
     "family": "qwen3",
@@ -91,9 +91,9 @@ def _reference(
 def _compiled(
     backend: Any, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: EngineLimits, build: Path
 ) -> DeviceEngines:
-    from dspark_trt.engines.registry import EngineSettings
-    from dspark_trt.engines.tensorrt_build import CompileSettings, compile_graphs
-    from dspark_trt.engines.tensorrt_engines import open_tensorrt_engines
+    from dspark_trt.engines.open import EngineSettings
+    from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
+    from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
     from dspark_trt.graphs.drafter import write_drafter_graphs
     from dspark_trt.graphs.select import write_select_graph
     from dspark_trt.graphs.target import write_target_graph

@@ -23,7 +23,7 @@ from report import LoadResult, print_table, read_export
 from rich.console import Console
 
 from dspark_trt.errors import DSparkError
-from dspark_trt.serving.serve import ServeOptions, TritonServer
+from dspark_trt.server.serve import ServeOptions, TritonServer
 
 DATA = Path(__file__).parent / "data"
 PROMPTS = tuple(sorted(DATA.glob("*.json")))

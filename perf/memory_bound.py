@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_trt import host
+from dspark_trt.contract.protocol import TargetBatch
 from dspark_trt.deployment import Deployment, load_deployment
-from dspark_trt.engines.protocol import TargetBatch
+from dspark_trt.machine import cpu
 
 STREAM_BYTES = 512 << 20  # far beyond any cache
 NUM_ROUNDS = 12
@@ -66,7 +66,7 @@ def main(folder: Path) -> None:
     deployment = load_deployment(folder)
     if deployment.recipe.precision != "fp32":
         sys.exit(f"{folder} is a {deployment.recipe.precision} build; the bound is defined for fp32")
-    num_threads = deployment.recipe.num_threads or host.num_cores()
+    num_threads = deployment.recipe.num_threads or cpu.num_cores()
     parts = np.array_split(np.ones(STREAM_BYTES // 4, np.float32), num_threads)
     batch = one_token_batch()
     bandwidths, steps, ratios = [], [], []
@@ -90,7 +90,7 @@ def main(folder: Path) -> None:
         "ratio": round(ratio, 3),
         "ratio_of_rounds": [round(value, 3) for value in sorted(ratios)],
         "num_threads": num_threads,
-        "host": host.fingerprint(),
+        "host": cpu.fingerprint(),
     }
     print(
         f"one-token step {step_ms:.1f} ms, memory bound {bound_ms:.1f} ms: {ratio:.2f} x the bound (median of rounds)"

@@ -15,8 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dspark_trt import host
 from dspark_trt.deployment import Deployment, load_deployment
+from dspark_trt.machine import cpu
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 
@@ -94,7 +94,7 @@ def main(folder: Path) -> None:
             f"{row['mode']:<14} {row['setting']:<8} {row['requests']:>8} {row['steps']:>6} {row['step_ms']:>8.1f} "
             f"{row['outside_ms']:>8.2f} {row['outside_share']:>7.1%} {row['limit']:>6.0%}"
         )
-    print(json.dumps({"rows": rows, "host": host.fingerprint()}))
+    print(json.dumps({"rows": rows, "host": cpu.fingerprint()}))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_trt.errors import EnvironmentMissingError
-from dspark_trt.serving.tool_cache import assemble, default_cache_folder, download_wheel, missing_libraries, prepend
+from dspark_trt.server.tool_cache import assemble, default_cache_folder, download_wheel, missing_libraries, prepend
 
 WHEEL_VERSION = "2.60.0"
 WHEEL_NEEDS_GLIBC = (2, 38)

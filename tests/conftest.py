@@ -33,8 +33,8 @@ def demo_drafter_path() -> Path:
 @pytest.fixture(scope="session")
 def demo_build(demo_target_path: Path, demo_drafter_path: Path) -> Path:
     """The demonstration build at build/smollm2: made once, kept while nothing it depends on changes."""
-    from dspark_trt.build import build
-    from dspark_trt.recipe import BuildRecipe
+    from dspark_trt.building.build import build
+    from dspark_trt.building.recipe import BuildRecipe
 
     output = REPOSITORY / "build" / "smollm2"
     build(BuildRecipe(target=str(demo_target_path), drafter=str(demo_drafter_path)), output)

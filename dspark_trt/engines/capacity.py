@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import CapacityError
 
 

@@ -16,15 +16,11 @@ import logging
 from typing import Protocol
 
 from dspark_trt.checkpoints.spec import DecoderSpec
-from dspark_trt.dims import Attention, DrafterDims, TargetDims
+from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
-from dspark_trt.graphs.attention_standard import (
-    StandardBlockAttention,
-    StandardCausalAttention,
-    StandardContext,
-)
+from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
 from dspark_trt.graphs.builder import GraphBuilder
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.contract import bindings
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.rotary import split_query_key
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from onnx import TensorProto
 
-from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.contract import bindings
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 
 _NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_length and query_seqlens

@@ -21,9 +21,9 @@ import numpy as np
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
 from dspark_trt_plugins.row_attention.function_body import row_attention_function, row_attention_node
 
-from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DecoderSpec
-from dspark_trt.dims import DrafterDims, TargetDims
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from dspark_trt import __version__
-from dspark_trt.bindings import Binding, ElementType
+from dspark_trt.contract.bindings import Binding, ElementType
 
 OPSET = 24
 IR_VERSION = 11

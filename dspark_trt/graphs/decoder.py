@@ -6,7 +6,7 @@ Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head d
 from __future__ import annotations
 
 from dspark_trt.checkpoints.spec import DecoderSpec
-from dspark_trt.dims import FloatType
+from dspark_trt.contract.dims import FloatType
 from dspark_trt.graphs.attention import AttentionEmitter
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.numbers import Numbers

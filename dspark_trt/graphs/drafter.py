@@ -10,11 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_trt import bindings
+from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint
-from dspark_trt.dims import Attention, DrafterDims, drafter_dims, to_metadata
-from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import Attention, DrafterDims, drafter_dims, to_metadata
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
@@ -24,7 +25,6 @@ from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import LinearBits, linear_bits
 from dspark_trt.graphs.target import head_weight
 from dspark_trt.graphs.weights import PlacedWeights, TensorSource, WeightFolder
-from dspark_trt.recipe import Precision
 
 
 def write_drafter_graphs(

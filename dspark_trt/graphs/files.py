@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_trt.checkpoints.spec import DecoderSpec
-from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 
 

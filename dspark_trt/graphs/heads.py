@@ -5,9 +5,9 @@ from __future__ import annotations
 from dspark_trt_plugins.markov_head.form import W2, MarkovHeadForm
 from dspark_trt_plugins.markov_head.function_body import markov_head_function, markov_head_node
 
-from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DrafterSpec
-from dspark_trt.dims import FloatType
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import FloatType
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.numbers import Numbers

@@ -17,10 +17,10 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.dims import Attention, FloatType
+from dspark_trt.building.recipe import Precision
+from dspark_trt.contract.dims import Attention, FloatType
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import ONNX_TYPES, GraphBuilder
-from dspark_trt.recipe import Precision
 
 NUMPY_TYPES: dict[FloatType, np.dtype[np.generic]] = {
     "float32": np.dtype(np.float32),

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from dspark_trt_plugins.prefix_select.function_body import prefix_select_function, prefix_select_node
 
-from dspark_trt import bindings
+from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.spec import DrafterSpec
-from dspark_trt.dims import drafter_dims, to_metadata
-from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import drafter_dims, to_metadata
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.files import GraphFiles, check_limits
 from dspark_trt.graphs.numbers import numbers_of
-from dspark_trt.recipe import Precision
 
 
 def write_select_graph(drafter: DrafterSpec, folder: Path, *, limits: EngineLimits, precision: Precision) -> GraphFiles:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dspark_trt import bindings
+from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
-from dspark_trt.dims import Attention, TargetDims, target_dims, to_metadata
-from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import Attention, TargetDims, target_dims, to_metadata
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention import causal_attention, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
@@ -20,7 +21,6 @@ from dspark_trt.graphs.files import GraphFiles, check_limits
 from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import LinearBits, linear_bits
 from dspark_trt.graphs.weights import TensorSource, WeightFolder
-from dspark_trt.recipe import Precision
 
 EMBEDDING_OUTPUT = -1  # the tap "layer" that stands for the embedding output
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from dspark_trt.checkpoints.spec import WeightStore
-from dspark_trt.dims import FloatType
+from dspark_trt.contract.dims import FloatType
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import ONNX_TYPES
 from dspark_trt.graphs.numbers import NUMPY_TYPES

@@ -14,7 +14,7 @@ import numpy as np
 from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
-from dspark_trt.engines.protocol import DraftBatch, IngestBatch
+from dspark_trt.contract.protocol import DraftBatch, IngestBatch
 from dspark_trt.runtime.arrays import index_array, take_rows, to_host
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.rng import Purpose, uniforms_float32

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.engines.protocol import DraftBatch, DraftEngine, SelectBatch, StepEngine, TargetEngine, TargetOutput
+from dspark_trt.contract.protocol import DraftBatch, DraftEngine, SelectBatch, StepEngine, TargetEngine, TargetOutput
 from dspark_trt.errors import CapacityError
 from dspark_trt.runtime.acceptance import Acceptance, pending_taps
 from dspark_trt.runtime.arrays import wait_for

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.engines.protocol import DraftEngine, StepEngine, TargetEngine, TargetOutput
+from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine, TargetOutput
 from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock

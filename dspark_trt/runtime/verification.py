@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.engines.protocol import SelectBatch, TargetBatch
+from dspark_trt.contract.protocol import SelectBatch, TargetBatch
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.kv import CacheLengths

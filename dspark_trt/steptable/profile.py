@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
-from dspark_trt.engines.protocol import DraftBatch, DraftEngine, IngestBatch, TargetBatch, TargetEngine
+from dspark_trt.contract.protocol import DraftBatch, DraftEngine, IngestBatch, TargetBatch, TargetEngine
 from dspark_trt.steptable.table import StepTable
 
 Progress = Callable[[float], None]  # called with the fraction done, 0..1

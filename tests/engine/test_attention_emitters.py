@@ -9,16 +9,16 @@ import onnx
 import pytest
 from onnx.reference import ReferenceEvaluator
 
-from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.dims import drafter_dims, target_dims
-from dspark_trt.engines.protocol import EngineLimits
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import drafter_dims, target_dims
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.target import write_target_graph
-from tests.engine.conversations import Conversations, open_pair, open_target, read_pair
-from tests.engine.graph_files import all_nodes
 from tests.engine.test_onnxruntime_drafter import Contexts, assert_same_drafts
-from tests.factories import write_drafter, write_target
+from tests.support.conversations import Conversations, open_pair, open_target, read_pair
+from tests.support.factories import write_drafter, write_target
+from tests.support.graph_files import all_nodes
 
 LIMITS = EngineLimits(max_slots=4, max_seq_len=448, max_batch_tokens=64)
 LONG_LIMITS = EngineLimits(max_slots=4, max_seq_len=8128, max_batch_tokens=64)

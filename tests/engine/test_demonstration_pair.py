@@ -10,16 +10,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.engines.onnxruntime_engines import (
-    OnnxRuntimeDraftEngine,
-    OnnxRuntimeTargetEngine,
-    open_engines,
-)
-from dspark_trt.engines.protocol import DraftBatch, EngineLimits, IngestBatch, TargetBatch
-from dspark_trt.engines.reference import open_reference_engines
+from dspark_trt.contract.protocol import DraftBatch, EngineLimits, IngestBatch, TargetBatch
+from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeDraftEngine, OnnxRuntimeTargetEngine, open_engines
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.target import write_target_graph
-from tests.engine.conversations import read_pair
+from dspark_trt.reference.engines import open_reference_engines
+from tests.support.conversations import read_pair
 
 pytestmark = pytest.mark.demo
 

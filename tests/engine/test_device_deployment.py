@@ -13,25 +13,26 @@ from typing import Any
 
 import pytest
 
-from dspark_trt import backends, context
-from dspark_trt.build import build
+from dspark_trt.building import backends, context
+from dspark_trt.building.build import build
+from dspark_trt.building.manifest import STAGE_NAMES
+from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.target import read_target
+from dspark_trt.commands.generate import generate
+from dspark_trt.commands.inspect import inspect_build
+from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch, SelectedOutput, TargetBatch
 from dspark_trt.deployment import load_deployment
-from dspark_trt.engines import registry, tensorrt_engines
-from dspark_trt.engines.device_engines import DeviceEngines
-from dspark_trt.engines.device_reference import open_device_reference_engines
-from dspark_trt.engines.protocol import DraftBatch, EngineLimits, SelectBatch, SelectedOutput, TargetBatch
-from dspark_trt.engines.registry import EngineSettings
+from dspark_trt.engines import open as registry
+from dspark_trt.engines.device.engines import DeviceEngines
+from dspark_trt.engines.open import EngineSettings
+from dspark_trt.engines.tensorrt import engines as tensorrt_engines
 from dspark_trt.errors import EnvironmentMissingError
-from dspark_trt.generation import generate
-from dspark_trt.gpu import Gpu, NoGpu
-from dspark_trt.inspection import inspect_build
-from dspark_trt.manifest import STAGE_NAMES
-from dspark_trt.recipe import BuildRecipe
+from dspark_trt.machine.gpu import Gpu, NoGpu
+from dspark_trt.reference.on_device import open_device_reference_engines
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest
-from tests.factories import write_drafter, write_target
+from tests.support.factories import write_drafter, write_target
 
 LIMITS = {"max_slots": 2, "max_seq_len": 64, "max_batch_tokens": 32}
 L40S = Gpu("NVIDIA L40S", 89, 48_000_000_000, "CUDA 13.0")

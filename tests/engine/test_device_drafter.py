@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_trt import bindings
-from dspark_trt.engines.onnxruntime_engines import OnnxRuntimeDraftEngine
-from dspark_trt.engines.protocol import DraftBatch, DraftEngine, DraftOutput, EngineLimits, IngestBatch
-from dspark_trt.engines.reference import open_reference_engines
+from dspark_trt.contract import bindings
+from dspark_trt.contract.protocol import DraftBatch, DraftEngine, DraftOutput, EngineLimits, IngestBatch
+from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeDraftEngine
 from dspark_trt.errors import CapacityError, EngineBuildError
+from dspark_trt.reference.engines import open_reference_engines
 from dspark_trt.steptable.profile import draft_call
-from tests.engine.conversations import SETTINGS, read_pair
-from tests.engine.onnxruntime_device_session import DevicePair, open_device_pair, spoil
-from tests.factories import write_drafter, write_target
+from tests.support.conversations import SETTINGS, read_pair
+from tests.support.factories import write_drafter, write_target
+from tests.support.onnxruntime_device_session import DevicePair, open_device_pair, spoil
 
 LIMITS = EngineLimits(max_slots=5, max_seq_len=96, max_batch_tokens=64)
 TAPS = (-1, 1, 3)

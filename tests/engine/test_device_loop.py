@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dspark_trt.engines.tensorrt_profiles import GRAPHS, graph_profiles
+from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, graph_profiles
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest
-from tests.device_cases import HEADS, LIMITS, Pair, decode, device_loop, greedy_requests, make_pair, tokens_of
-from tests.engine.conversations import open_pair
-from tests.engine.onnxruntime_device_session import DevicePair, open_device_pair
-from tests.profile_choice import chosen_profile
+from tests.support.conversations import open_pair
+from tests.support.device_cases import HEADS, LIMITS, Pair, decode, device_loop, greedy_requests, make_pair, tokens_of
+from tests.support.onnxruntime_device_session import DevicePair, open_device_pair
+from tests.support.profile_choice import chosen_profile
 
 MODES = {
     "off": SchedulerConfig("off"),

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_trt.engines.device_engines import DeviceEngines
-from dspark_trt.engines.device_reference import DevicePrecision, open_device_reference_engines
-from dspark_trt.engines.protocol import DraftBatch, IngestBatch
-from dspark_trt.engines.reference import open_reference_engines
+from dspark_trt.contract.protocol import DraftBatch, IngestBatch
+from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.errors import EnvironmentMissingError
-from tests.device_cases import (
+from dspark_trt.reference.engines import open_reference_engines
+from dspark_trt.reference.on_device import DevicePrecision, open_device_reference_engines
+from tests.support.conversations import Conversations
+from tests.support.device_cases import (
     HEADS,
     LIMITS,
     SMALL_VOCABULARY,
@@ -29,7 +30,6 @@ from tests.device_cases import (
     to_numpy,
     tokens_of,
 )
-from tests.engine.conversations import Conversations
 
 TOLERANCE = 1e-4
 

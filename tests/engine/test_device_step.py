@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_trt import bindings
+from dspark_trt.contract import bindings
 from dspark_trt.errors import CapacityError, EngineBuildError
-from tests.engine.fused_steps import LIMITS, FusedSteps
+from tests.support.fused_steps import LIMITS, FusedSteps
 
 
 @pytest.mark.parametrize("case", [{}, {"head_type": "rnn", "gamma": 7}, {"confidence": False}, {"gamma": 1}], ids=str)

@@ -10,24 +10,24 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.dims import CacheDims, TargetDims, target_dims_from_metadata
-from dspark_trt.engines.device_cache import DeviceCache
-from dspark_trt.engines.device_target import DeviceTargetEngine
-from dspark_trt.engines.onnxruntime_engines import OnnxRuntimeTargetEngine
-from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.engines.reference import ReferenceTargetEngine, open_reference_engines
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import CacheDims, TargetDims, target_dims_from_metadata
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.engines.device.cache import DeviceCache
+from dspark_trt.engines.device.target import DeviceTargetEngine
+from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeTargetEngine
 from dspark_trt.errors import CapacityError, EngineBuildError
-from tests.engine.conversations import SETTINGS, Conversations, Step, open_target, read_pair
-from tests.engine.onnxruntime_device_session import (
+from dspark_trt.reference.engines import ReferenceTargetEngine, open_reference_engines
+from tests.support.conversations import SETTINGS, Conversations, Step, open_target, read_pair
+from tests.support.factories import write_drafter, write_target
+from tests.support.onnxruntime_device_session import (
     DevicePair,
     OnnxRuntimeDeviceSession,
     open_device_pair,
     spoil,
     valid_positions,
 )
-from tests.factories import write_drafter, write_target
 
 LIMITS = EngineLimits(max_slots=6, max_seq_len=96, max_batch_tokens=64)
 TAPS = (-1, 1, 3)

@@ -16,12 +16,12 @@ import torch
 from dspark_trt_plugins.markov_head.reference import draw
 from numpy.typing import NDArray
 
-from dspark_trt.engines import onnxruntime_engines
-from dspark_trt.engines.protocol import DraftBatch, DraftOutput, IngestBatch
-from dspark_trt.engines.reference import open_reference_engines
+from dspark_trt.contract.protocol import DraftBatch, DraftOutput, IngestBatch
+from dspark_trt.engines.onnxruntime import engines as onnxruntime_engines
+from dspark_trt.reference.engines import open_reference_engines
 from tests.engine import test_onnxruntime_drafter as drafters
 from tests.engine import test_onnxruntime_target as targets
-from tests.engine.conversations import (
+from tests.support.conversations import (
     Conversations,
     TransformersTarget,
     expected_outputs,
@@ -29,8 +29,8 @@ from tests.engine.conversations import (
     open_target,
     read_pair,
 )
-from tests.engine.graph_files import EvaluatorSession
-from tests.factories import write_drafter, write_target
+from tests.support.factories import write_drafter, write_target
+from tests.support.graph_files import EvaluatorSession
 
 ROUNDOFF = 2.0**-11
 

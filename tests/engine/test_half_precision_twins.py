@@ -16,18 +16,19 @@ import pytest
 from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT
 from onnx import TensorProto
 
-from dspark_trt import bindings
+from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.engines import onnxruntime_engines
-from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.engines.reference import open_reference_engines
+from dspark_trt.contract import bindings
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.engines.onnxruntime import engines as onnxruntime_engines
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.target import write_target_graph
-from dspark_trt.recipe import Precision
+from dspark_trt.reference.engines import open_reference_engines
 from tests.engine import test_onnxruntime_drafter as drafters
 from tests.engine import test_onnxruntime_target as targets
-from tests.engine.conversations import (
+from tests.engine.test_half_precision_float16 import rms
+from tests.support.conversations import (
     SETTINGS,
     Conversations,
     TransformersTarget,
@@ -36,9 +37,8 @@ from tests.engine.conversations import (
     open_target,
     read_pair,
 )
-from tests.engine.graph_files import EvaluatorSession, all_nodes, initial_values, without_float_types
-from tests.engine.test_half_precision_float16 import rms
-from tests.factories import write_drafter, write_target
+from tests.support.factories import write_drafter, write_target
+from tests.support.graph_files import EvaluatorSession, all_nodes, initial_values, without_float_types
 
 GRAPHS = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH)
 HEADS: dict[str, dict[str, Any]] = {

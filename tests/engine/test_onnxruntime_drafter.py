@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.engines.protocol import DraftBatch, DraftEngine, DraftOutput, EngineLimits, IngestBatch
-from dspark_trt.engines.reference import open_reference_engines
+from dspark_trt.contract.protocol import DraftBatch, DraftEngine, DraftOutput, EngineLimits, IngestBatch
 from dspark_trt.errors import CapacityError
-from tests.engine.conversations import open_pair, read_pair
-from tests.factories import write_drafter, write_target
+from dspark_trt.reference.engines import open_reference_engines
+from tests.support.conversations import open_pair, read_pair
+from tests.support.factories import write_drafter, write_target
 
 LIMITS = EngineLimits(max_slots=5, max_seq_len=96, max_batch_tokens=64)
 TAPS = (-1, 1, 3)
@@ -146,7 +146,7 @@ def test_taps_of_the_target_engine_lead_to_the_drafts_of_the_reference_pair(tmp_
     target, drafter = pair(tmp_path, head_type="gated")
     engines = open_pair(target, drafter, tmp_path / "graphs", limits=LIMITS)
     references = open_reference_engines(target, drafter, limits=LIMITS)
-    from tests.engine.conversations import Conversations
+    from tests.support.conversations import Conversations
 
     rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
     for _ in range(3):

@@ -11,14 +11,14 @@ import numpy as np
 import onnx
 import pytest
 
-from dspark_trt import bindings
 from dspark_trt.checkpoints.target import read_target
-from dspark_trt.dims import METADATA_KEY
-from dspark_trt.engines.onnxruntime_engines import OnnxRuntimeTargetEngine
-from dspark_trt.engines.protocol import EngineLimits, TargetBatch
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import METADATA_KEY
+from dspark_trt.contract.protocol import EngineLimits, TargetBatch
+from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeTargetEngine
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
-from tests.engine.conversations import SETTINGS, open_target
-from tests.factories import write_target
+from tests.support.conversations import SETTINGS, open_target
+from tests.support.factories import write_target
 
 LIMITS = EngineLimits(max_slots=3, max_seq_len=64, max_batch_tokens=32)
 
@@ -47,7 +47,7 @@ def test_without_onnxruntime_the_error_names_the_package_to_install(
 
 def test_importing_the_engines_loads_neither_onnxruntime_nor_torch() -> None:
     code = (
-        "import sys, dspark_trt.engines.onnxruntime_engines, dspark_trt.graphs.target, dspark_trt.graphs.drafter\n"
+        "import sys, dspark_trt.engines.onnxruntime.engines, dspark_trt.graphs.target, dspark_trt.graphs.drafter\n"
         "loaded = {'onnxruntime', 'torch', 'tensorrt', 'transformers'} & set(sys.modules)\n"
         "assert not loaded, loaded"
     )

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark_trt.engines.protocol import EngineLimits, TargetBatch
+from dspark_trt.building.recipe import Precision
+from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.errors import CapacityError
-from dspark_trt.recipe import Precision
-from tests.engine.conversations import Conversations, TransformersTarget, expected_outputs, open_target
-from tests.factories import write_target
+from tests.support.conversations import Conversations, TransformersTarget, expected_outputs, open_target
+from tests.support.factories import write_target
 
 LIMITS = EngineLimits(max_slots=5, max_seq_len=128, max_batch_tokens=64)
 TOLERANCE = 1e-4

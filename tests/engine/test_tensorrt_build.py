@@ -15,16 +15,17 @@ from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.registry import unregister_plugins
 from onnx import TensorProto, helper, numpy_helper
 
-from dspark_trt import bindings, host
-from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.engines.tensorrt_build import CompileSettings, compile_graphs
-from dspark_trt.engines.tensorrt_facts import engine_path, read_facts
-from dspark_trt.engines.tensorrt_library import BuildLog, import_library
-from dspark_trt.engines.tensorrt_network import check_layers, parse_graph
+from dspark_trt.contract import bindings
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
+from dspark_trt.engines.tensorrt.compiler.network import check_layers, parse_graph
+from dspark_trt.engines.tensorrt.facts import engine_path, read_facts
+from dspark_trt.engines.tensorrt.library import BuildLog, import_library
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
-from tests.factories import write_drafter, write_target
-from tests.plugin_graphs import draft_and_select_model
-from tests.rtx_graphs import Pair, export
+from dspark_trt.machine import cpu
+from tests.support.factories import write_drafter, write_target
+from tests.support.plugin_graphs import draft_and_select_model
+from tests.support.rtx_graphs import Pair, export
 
 ONLY_SELECT = (bindings.SELECT_GRAPH,)
 RTX_89 = CompileSettings("tensorrt_rtx", (89,))
@@ -190,7 +191,7 @@ def test_graphs_that_are_missing_or_of_another_backend_are_refused(
 def test_a_build_that_cannot_fit_is_refused_before_it_starts(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "memory_bytes", lambda: 1 << 10)
+    monkeypatch.setattr(cpu, "memory_bytes", lambda: 1 << 10)
     with pytest.raises(EngineBuildError, match=r"compiling \w+\.onnx .* 0\.8 GiB of host memory .* smaller target"):
         compile_graphs(pair.graphs, tmp_path, RTX_89)
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from dspark_trt import bindings
-from dspark_trt.engines.protocol import EngineLimits
-from tests.factories import write_drafter, write_target
-from tests.rtx_graphs import SMS, compile_pair, export
+from dspark_trt.contract import bindings
+from dspark_trt.contract.protocol import EngineLimits
+from tests.support.factories import write_drafter, write_target
+from tests.support.rtx_graphs import SMS, compile_pair, export
 
 LIMITS = EngineLimits(max_slots=16, max_seq_len=4032, max_batch_tokens=64)
 CAPACITY = LIMITS.max_seq_len + LIMITS.max_batch_tokens

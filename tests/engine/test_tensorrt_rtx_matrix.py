@@ -16,12 +16,12 @@ from typing import Any, Literal
 
 import pytest
 
-from dspark_trt import bindings
-from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.engines.tensorrt_profiles import GRAPHS
-from dspark_trt.recipe import Precision
-from tests.factories import write_drafter, write_target
-from tests.rtx_graphs import Pair, check_compiled, compile_pair, export, write_large_pair
+from dspark_trt.building.recipe import Precision
+from dspark_trt.contract import bindings
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from tests.support.factories import write_drafter, write_target
+from tests.support.rtx_graphs import Pair, check_compiled, compile_pair, export, write_large_pair
 
 DRAFTER_GRAPHS = (bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
 

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_trt.dims import DrafterDims, TargetDims, drafter_dims, target_dims
-from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.engines.registry import EngineSettings
-from dspark_trt.engines.tensorrt_engines import open_tensorrt_engines
-from dspark_trt.engines.tensorrt_profiles import GRAPHS, Profile, choose_profile, graph_inputs, graph_profiles
-from dspark_trt.engines.tensorrt_runtime import TensorRTRuntime
-from dspark_trt.engines.tensorrt_session import TensorRTSession
+from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims, target_dims
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.engines.open import EngineSettings
+from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, Profile, choose_profile, graph_inputs, graph_profiles
+from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
+from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime
+from dspark_trt.engines.tensorrt.session import TensorRTSession
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
-from tests.engine.conversations import read_pair
-from tests.factories import write_drafter, write_target
-from tests.profile_choice import chosen_profile
+from tests.support.conversations import read_pair
+from tests.support.factories import write_drafter, write_target
+from tests.support.profile_choice import chosen_profile
 
 LIMITS = EngineLimits(max_slots=5, max_seq_len=96, max_batch_tokens=40)
 
@@ -143,7 +143,7 @@ def test_an_error_has_only_what_was_said_about_it(runtime: TensorRTRuntime, tmp_
 
 
 def test_a_build_needs_torch_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dspark_trt.environment.torch_versions", lambda: ("2.13.0", None))
+    monkeypatch.setattr("dspark_trt.machine.packages.torch_versions", lambda: ("2.13.0", None))
     settings = EngineSettings.model_validate_json(json.dumps({"backend": "tensorrt_rtx", "sms": [89]}))
     with pytest.raises(
         EnvironmentMissingError, match=r"torch for CUDA: torch \S+ is built without CUDA \(pip install torch"

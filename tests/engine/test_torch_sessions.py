@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dspark_trt import bindings
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.dims import DrafterDims, TargetDims, drafter_dims, target_dims
-from dspark_trt.engines.protocol import EngineLimits
-from dspark_trt.engines.reference_weights import ReferenceWeights
-from dspark_trt.engines.torch_heads import TorchSelectSession
-from dspark_trt.engines.torch_sessions import TorchDraftSession, TorchIngestSession, TorchTargetSession
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims, target_dims
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import EngineBuildError
-from tests.engine.conversations import open_pair, read_pair
-from tests.factories import write_drafter, write_target
-from tests.session_calls import (
+from dspark_trt.reference.sequential import TorchSelectSession
+from dspark_trt.reference.sessions import TorchDraftSession, TorchIngestSession, TorchTargetSession
+from dspark_trt.reference.weights import ReferenceWeights
+from tests.support.conversations import open_pair, read_pair
+from tests.support.factories import write_drafter, write_target
+from tests.support.session_calls import (
     POISONS,
     Poison,
     Tensors,

@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dspark_trt import bindings
+from dspark_trt.contract import bindings
 from tests.engine.test_torch_sessions import DRAFT, Pair, ingest_tensors, target_tensors, write_pair
-from tests.session_calls import Tensors, copied, draft_call
+from tests.support.session_calls import Tensors, copied, draft_call
 
 ELEMENT_TYPES = ("float32", "bfloat16", "float16")
 # a value on the host, a shape made of values, a tensor made of values on the host

@@ -9,19 +9,28 @@ from typing import Any
 
 import torch
 
-from dspark_trt.engines.device_reference import ReferenceSessions, open_reference_sessions
-from dspark_trt.engines.registry import ENGINE_FOLDER
-from dspark_trt.engines.tensorrt_build import CompileSettings, compile_graphs
-from dspark_trt.engines.tensorrt_facts import engine_path
-from dspark_trt.engines.tensorrt_library import LIBRARIES, Library
-from dspark_trt.engines.tensorrt_profiles import GRAPHS
-from dspark_trt.engines.tensorrt_runtime import TensorRTRuntime
-from dspark_trt.engines.tensorrt_session import TensorRTSession
+from dspark_trt.engines.open import ENGINE_FOLDER
+from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
+from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from dspark_trt.engines.tensorrt.facts import engine_path
+from dspark_trt.engines.tensorrt.library import LIBRARIES, Library
+from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime
+from dspark_trt.engines.tensorrt.session import TensorRTSession
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.select import write_select_graph
 from dspark_trt.graphs.target import write_target_graph
-from tests.device_cases import LIMITS, Pair, make_pair
-from tests.session_calls import Lengths, Poison, Tensors, caches_of, copied, draft_call, ingest_call, target_call
+from dspark_trt.reference.on_device import ReferenceSessions, open_reference_sessions
+from tests.support.device_cases import LIMITS, Pair, make_pair
+from tests.support.session_calls import (
+    Lengths,
+    Poison,
+    Tensors,
+    caches_of,
+    copied,
+    draft_call,
+    ingest_call,
+    target_call,
+)
 
 DEVICE = "cuda"
 RELATIVE_ERROR = 0.05  # root mean square of the difference of two bfloat16 computations

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from dspark_trt.engines.device_engines import DeviceEngines
-from dspark_trt.engines.device_session import DeviceSession
-from dspark_trt.engines.protocol import DraftBatch, IngestBatch, SelectBatch, TargetBatch
-from tests.device_cases import LIMITS, VOCABULARY, Pair
+from dspark_trt.contract.protocol import DraftBatch, IngestBatch, SelectBatch, TargetBatch
+from dspark_trt.engines.device.engines import DeviceEngines
+from dspark_trt.engines.device.session import DeviceSession
+from tests.support.device_cases import LIMITS, VOCABULARY, Pair
 
 SLEEP_CYCLES = 500_000_000  # a quarter of a second and more
 

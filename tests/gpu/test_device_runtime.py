@@ -14,16 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_trt.engines.device_engines import DeviceEngines, open_device_engines
-from dspark_trt.engines.device_graphs import CudaGraphCapture
-from dspark_trt.engines.device_reference import (
-    DevicePrecision,
-    open_device_reference_engines,
-    open_reference_sessions,
-)
-from dspark_trt.engines.protocol import DraftBatch, EngineLimits, IngestBatch, TargetBatch
-from dspark_trt.engines.reference import open_reference_engines
-from tests.device_cases import (
+from dspark_trt.contract.protocol import DraftBatch, EngineLimits, IngestBatch, TargetBatch
+from dspark_trt.engines.device.engines import DeviceEngines, open_device_engines
+from dspark_trt.engines.device.graphs import CudaGraphCapture
+from dspark_trt.reference.engines import open_reference_engines
+from dspark_trt.reference.on_device import DevicePrecision, open_device_reference_engines, open_reference_sessions
+from tests.gpu.device_steps import SLEEP_CYCLES, Rows, SleepyTarget, prepare_step
+from tests.support.device_cases import (
     HEADS,
     LIMITS,
     SMALL_VOCABULARY,
@@ -39,7 +36,6 @@ from tests.device_cases import (
     to_numpy,
     tokens_of,
 )
-from tests.gpu.device_steps import SLEEP_CYCLES, Rows, SleepyTarget, prepare_step
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_trt import bindings
-from dspark_trt.engines.device_graphs import CudaGraphCapture
-from dspark_trt.engines.device_reference import DevicePrecision, ReferenceSessions, open_reference_sessions
-from dspark_trt.engines.device_session import DeviceSession
-from tests.device_cases import HEADS, LIMITS, Pair, make_pair
-from tests.prefix_select_cases import random_step
-from tests.session_calls import Poison, Tensors, caches_of, copied, draft_call, ingest_call, target_call
+from dspark_trt.contract import bindings
+from dspark_trt.engines.device.graphs import CudaGraphCapture
+from dspark_trt.engines.device.session import DeviceSession
+from dspark_trt.reference.on_device import DevicePrecision, ReferenceSessions, open_reference_sessions
+from tests.support.device_cases import HEADS, LIMITS, Pair, make_pair
+from tests.support.prefix_select_cases import random_step
+from tests.support.session_calls import Poison, Tensors, caches_of, copied, draft_call, ingest_call, target_call
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"

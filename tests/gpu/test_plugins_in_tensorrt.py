@@ -17,9 +17,9 @@ from onnx import numpy_helper
 
 from tests.gpu.cases import Arrays, assert_drafts_are_right, rounded
 from tests.gpu.conftest import Compiler
-from tests.markov_head_cases import random_inputs
-from tests.plugin_graphs import draft_and_select_model
-from tests.prefix_select_cases import random_step
+from tests.support.markov_head_cases import random_inputs
+from tests.support.plugin_graphs import draft_and_select_model
+from tests.support.prefix_select_cases import random_step
 
 pytestmark = pytest.mark.gpu
 NUM_REQUESTS = 6

@@ -19,8 +19,8 @@ from dspark_trt_plugins.prefix_select.reference import prefix_select
 
 from tests.gpu.cases import assert_drafts_are_right, guarded_inputs, rounded, run_guarded
 from tests.gpu.conftest import Compiler
-from tests.markov_head_cases import random_inputs, random_weights
-from tests.prefix_select_cases import random_step
+from tests.support.markov_head_cases import random_inputs, random_weights
+from tests.support.prefix_select_cases import random_step
 
 pytestmark = pytest.mark.gpu
 TEMPERATURES = [0.0, 0.7, 1.0, 0.0, 1e-5, 3.0]

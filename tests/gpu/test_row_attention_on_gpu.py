@@ -15,7 +15,7 @@ from dspark_trt_plugins.row_attention.reference import row_attention
 
 from tests.gpu.cases import POISON_BYTE, guarded_inputs, run_guarded
 from tests.gpu.conftest import Compiler
-from tests.row_attention_cases import TOLERANCE, Arrays, block, causal, random_rows
+from tests.support.row_attention_cases import TOLERANCE, Arrays, block, causal, random_rows
 
 pytestmark = pytest.mark.gpu
 HEADS = [

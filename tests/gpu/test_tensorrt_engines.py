@@ -13,22 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_trt import bindings
-from dspark_trt.engines.device_engines import DeviceEngines
-from dspark_trt.engines.device_graphs import CudaGraphCapture
-from dspark_trt.engines.device_reference import open_reference_sessions
-from dspark_trt.engines.registry import EngineSettings
-from dspark_trt.engines.tensorrt_engines import open_tensorrt_engines
-from dspark_trt.engines.tensorrt_library import SUPPORTED_SMS, Library
-from tests.device_cases import (
-    LIMITS,
-    check_same_up_to_ties,
-    device_loop,
-    greedy_requests,
-    oracle_tokens,
-    schedulers,
-    tokens_of,
-)
+from dspark_trt.contract import bindings
+from dspark_trt.engines.device.engines import DeviceEngines
+from dspark_trt.engines.device.graphs import CudaGraphCapture
+from dspark_trt.engines.open import EngineSettings
+from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
+from dspark_trt.engines.tensorrt.library import SUPPORTED_SMS, Library
+from dspark_trt.reference.on_device import open_reference_sessions
 from tests.gpu.compiled_pair import (
     CHUNKS,
     CONTEXT,
@@ -46,8 +37,17 @@ from tests.gpu.compiled_pair import (
     prefill,
     verification,
 )
-from tests.prefix_select_cases import random_step
-from tests.session_calls import copied
+from tests.support.device_cases import (
+    LIMITS,
+    check_same_up_to_ties,
+    device_loop,
+    greedy_requests,
+    oracle_tokens,
+    schedulers,
+    tokens_of,
+)
+from tests.support.prefix_select_cases import random_step
+from tests.support.session_calls import copied
 
 pytestmark = pytest.mark.gpu
 LIBRARY: Library = "tensorrt" if find_spec("tensorrt") else "tensorrt_rtx"

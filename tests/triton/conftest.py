@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from dspark_trt.commands.generate import generate
 from dspark_trt.deployment import Deployment
-from dspark_trt.generation import generate
 from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
+from dspark_trt.server.supervisor import TritonServer
 from dspark_trt.serving.options import ServeOptions
-from dspark_trt.serving.supervisor import TritonServer
 
 TIED_LOG_PROB_GAP = 1e-3  # below it two engines of different batches may choose differently
 

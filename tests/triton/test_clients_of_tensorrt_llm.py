@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import tritonclient.grpc as grpc
 
-from dspark_trt.serving.supervisor import TritonServer
-from tests.triton.clients import one, stream, text_of
+from dspark_trt.server.supervisor import TritonServer
+from tests.support.triton_clients import one, stream, text_of
 from tests.triton.conftest import InProcess
 
 pytestmark = [pytest.mark.triton, pytest.mark.demo]

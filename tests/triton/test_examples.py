@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_trt.serving.supervisor import TritonServer
+from dspark_trt.server.supervisor import TritonServer
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.demo

@@ -16,12 +16,12 @@ import pytest
 from load_test import measure
 from perf_analyzer import find_perf_analyzer
 
-from dspark_trt.build import build
-from dspark_trt.recipe import BuildRecipe
+from dspark_trt.building.build import build
+from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.server.server_tree import find_server
+from dspark_trt.server.supervisor import TritonServer
 from dspark_trt.serving.options import ServeOptions, with_ports
-from dspark_trt.serving.server_tree import find_server
-from dspark_trt.serving.supervisor import TritonServer
-from tests.triton.clients import generate
+from tests.support.triton_clients import generate
 from tests.triton.conftest import InProcess
 
 pytestmark = [pytest.mark.triton, pytest.mark.demo]

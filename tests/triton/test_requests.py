@@ -10,8 +10,8 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from dspark_trt.deployment import Deployment
-from dspark_trt.serving.supervisor import TritonServer
-from tests.triton.clients import generate, metrics, one, post, refusal, stream
+from dspark_trt.server.supervisor import TritonServer
+from tests.support.triton_clients import generate, metrics, one, post, refusal, stream
 
 pytestmark = [pytest.mark.triton, pytest.mark.demo]
 

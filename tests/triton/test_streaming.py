@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from dspark_trt.serving.supervisor import TritonServer
-from tests.triton.clients import generate, generate_stream, one, stream, text_of
+from dspark_trt.server.supervisor import TritonServer
+from tests.support.triton_clients import generate, generate_stream, one, stream, text_of
 from tests.triton.conftest import InProcess
 
 pytestmark = [pytest.mark.triton, pytest.mark.demo]

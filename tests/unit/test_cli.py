@@ -36,11 +36,11 @@ def test_public_surface_is_pinned() -> None:
     "statement",
     [
         "import dspark_trt",
-        "import dspark_trt.cli, dspark_trt.doctor, dspark_trt.report",
-        "import dspark_trt.recipe",
-        "import dspark_trt.inspection",
-        "import dspark_trt.build",
-        "import dspark_trt.deployment, dspark_trt.serving.serve, dspark_trt.serving.engine_model",
+        "import dspark_trt.cli, dspark_trt.commands.doctor, dspark_trt.commands.report",
+        "import dspark_trt.building.recipe",
+        "import dspark_trt.commands.inspect",
+        "import dspark_trt.building.build",
+        "import dspark_trt.deployment, dspark_trt.server.serve, dspark_trt.serving.engine_model",
     ],
 )
 def test_importing_loads_no_engine(statement: str) -> None:
@@ -89,7 +89,7 @@ def test_wrong_options_are_exit_code_2_without_a_traceback(
 
 
 def test_missing_engine_package_is_exit_code_3_with_the_install_line(tmp_path: Path) -> None:
-    from tests.factories import write_drafter, write_target
+    from tests.support.factories import write_drafter, write_target
 
     target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(tmp_path / "drafter", target)
@@ -101,7 +101,7 @@ def test_missing_engine_package_is_exit_code_3_with_the_install_line(tmp_path: P
 
 
 def test_refusal_of_the_operating_system_is_one_message_without_a_traceback() -> None:
-    failing = "import dspark_trt.doctor as doctor; doctor.examine = lambda: open('/'); "
+    failing = "import dspark_trt.commands.doctor as doctor; doctor.examine = lambda: open('/'); "
     result = run("doctor", before=failing)
     assert result.returncode == 2
     assert result.stderr.count("\n") == 1
@@ -109,7 +109,7 @@ def test_refusal_of_the_operating_system_is_one_message_without_a_traceback() ->
 
 
 def test_build_of_a_quantised_engine_says_what_that_means_for_greedy_text(tmp_path: Path) -> None:
-    from tests.factories import write_drafter, write_target
+    from tests.support.factories import write_drafter, write_target
 
     target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(tmp_path / "drafter", target)

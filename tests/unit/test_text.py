@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
 from dspark_trt.errors import ManifestError, RequestError
 from dspark_trt.text import TextCodec, TextSettings
-from tests.factories import write_target
+from tests.support.factories import write_target
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

@@ -1,0 +1,53 @@
+"""The manifests of a finished build; of an unfinished one, how far it has come and what is left to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dspark_trt.building.manifest import (
+    MANIFEST_NAME,
+    STAGE_NAMES,
+    BuildSummary,
+    StageManifest,
+    check_chain,
+    read_manifest,
+    read_summary,
+)
+from dspark_trt.engines.open import EngineSettings, read_engine_settings
+from dspark_trt.errors import ManifestError
+
+
+def read_finished(build: Path) -> tuple[BuildSummary, dict[str, StageManifest]]:
+    """The summary and the manifest of every stage, chain checked; no output is looked at.
+
+    Raises ManifestError when the build is unfinished, and says what is there and for which device; when it was edited or is mixed
+    from several builds.
+    """
+    if not (build / MANIFEST_NAME).exists() and (made := _made(build)):
+        settings = _engines_made(build, made)
+        device = f" (for {settings.device})" if settings else ""
+        where = "" if settings is None or settings.backend == "onnxruntime" else " on the machine that will serve"
+        raise ManifestError(
+            f"{build} is not a finished build: expected {', '.join(STAGE_NAMES)}, found {', '.join(made)}{device}; run the same "
+            f"`dspark-trt build` again{where}, which keeps what is there"
+        )
+    summary = read_summary(build)
+    stages = {name: read_manifest(build / name) for name in summary.stages}
+    check_chain(build, summary, stages)
+    return summary, stages
+
+
+def _made(build: Path) -> list[str]:
+    """The stages that are there, up to the first that is not."""
+    made = []
+    for name in STAGE_NAMES:
+        try:
+            read_manifest(build / name)
+        except ManifestError:
+            break
+        made.append(name)
+    return made
+
+
+def _engines_made(build: Path, made: list[str]) -> EngineSettings | None:
+    return read_engine_settings(build) if "engines" in made else None

@@ -1,0 +1,65 @@
+"""`dspark-trt inspect DIR`: everything a build directory says about itself, read from its manifests and JSON files only."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dspark_trt.building.finished import read_finished
+from dspark_trt.building.manifest import check_outputs
+from dspark_trt.building.recipe import Precision
+from dspark_trt.engines.open import read_engine_settings
+from dspark_trt.errors import ManifestError
+
+NUMERIC_NOTES: dict[Precision | None, str] = {
+    "fp32": "float32: logits differ by about 4e-5 between steps of one and of eight tokens; greedy output is stable",
+    "int8": "8-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+    "bf16": "bfloat16: logits differ by about 0.5 between steps of one and of eight tokens; exact with respect to its own "
+    "verification distribution; greedy text can depend on the schedule",
+    "fp16": "float16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+    "int4": "4-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+}
+
+
+def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
+    """A JSON-ready description of the build in `folder`.
+
+    Raises ManifestError when the directory is not a finished build, or a file or a link of the chain does not match.
+    """
+    summary, stages = read_finished(folder)
+    for name, manifest in stages.items():
+        check_outputs(folder / name, manifest, verify=verify)
+    engine = read_engine_settings(folder)
+    return {
+        "folder": str(folder),
+        "recipe": summary.recipe.model_dump(mode="json"),
+        "numerics": NUMERIC_NOTES[summary.recipe.precision],
+        "target": _read_json(folder / "checkpoints" / "target.json"),
+        "drafter": _read_json(folder / "checkpoints" / "drafter.json"),
+        "engine": engine.model_dump(mode="json"),
+        "device": engine.device,
+        "step_table": _read_json(folder / "steptable" / "step_table.json"),
+        "calibration": _read_json(folder / "calibration" / "temperatures.json"),
+        "stages": {
+            name: {
+                "key": manifest.key,
+                "created": manifest.created,
+                "versions": manifest.versions,
+                "predecessors": manifest.predecessors,
+                "inputs": {path: record.sha256 for path, record in manifest.inputs.items()},
+                "outputs": {
+                    path: {"bytes": record.size, "sha256": record.sha256} for path, record in manifest.outputs.items()
+                },
+            }
+            for name, manifest in stages.items()
+        },
+        "hashes_verified": verify,
+    }
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ManifestError(f"{path} cannot be read ({error}); run `dspark-trt build` again") from None

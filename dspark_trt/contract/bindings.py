@@ -1,0 +1,224 @@
+"""Names, element types and symbolic shapes of every graph input and output. Exporter and engines read them here only.
+
+Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` vocabulary, `D` hidden, `M` tap layers,
+`K` KV heads, `C` row capacity, `H` head dim; `B` KV rows and `S` padded query length of one row group.
+
+A *row group* is one attention call: a contiguous range of B KV rows with their queries padded to S. The target has two,
+`decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row without
+tokens, B = S = 1.
+`float` is the element type of the graph (`dims`): float32, float16 or bfloat16.
+Caches are bound as that range of the pool, and every cache output is the same memory as its input.
+
+| graph | input | type, shape | meaning |
+|---|---|---|---|
+| target | token_ids | int64 [T] | decode tokens first, then prefill tokens |
+| | positions | int64 [T] | |
+| | logit_rows | int64 [L] | packed indices whose logits are wanted |
+| | output_slots | int64 [T] | where a token's attention output stands: b * S + i, prefill behind decode |
+| | {group}.tokens | int64 [B, S] | packed index of each padded query slot; padding points at any token |
+| | {group}.past_lengths | int64 [B] | valid positions of the row; 0 for a row without tokens |
+| | {group}.query_lengths | int64 [B] | tokens of the row, 0 for a row without tokens |
+| | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | range of the pool |
+| ingest | taps | float [T, M*D] | |
+| | positions | int64 [T] | |
+| | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
+| | context.tokens, .past_lengths, .query_lengths | int64 | `standard` attention: a row group |
+| draft | anchor_ids, past_lengths | int64 [R] | |
+| | temperatures, uniforms | float32 [R], [R, G] | |
+| | block_rows | int64 [R] | the request's row within the range |
+| | row_requests | int64 [B] | the request of each row of the range; any for a row without request |
+| | row_query_lengths | int64 [B] | 1 for a row with a request, 0 for one without |
+
+| graph | output | type, shape |
+|---|---|---|
+| target | logits | float32 [L, V] |
+| | taps | float [T, M*D], absent without tap layers |
+| draft | draft_ids | int64 [R, G] |
+| | draft_logits | float32 [R, G, V] |
+| | confidence_logits | float32 [R, G], absent without a confidence head |
+| all | {cache}.out | the cache of that name, written in place |
+| select | | inputs and outputs of `dspark::PrefixSelect` in `lagged_budget`, by their names (plugins/prefix_select/README.md) |
+| draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from dspark_trt_plugins.operation import Tensor
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
+from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
+
+from dspark_trt.contract.dims import DrafterDims, TargetDims
+
+TARGET_GRAPH = "target.onnx"
+INGEST_GRAPH = "drafter_ingest.onnx"
+DRAFT_GRAPH = "drafter_draft.onnx"
+SELECT_GRAPH = "prefix_select.onnx"
+
+DECODE = "decode"
+PREFILL = "prefill"
+CONTEXT = "context"
+TARGET_GROUPS = (DECODE, PREFILL)
+
+TOKEN_IDS = "token_ids"
+POSITIONS = "positions"
+LOGIT_ROWS = "logit_rows"
+OUTPUT_SLOTS = "output_slots"
+ROWS = "rows"
+ANCHOR_IDS = "anchor_ids"
+PAST_LENGTHS = "past_lengths"
+TEMPERATURES = "temperatures"
+UNIFORMS = "uniforms"
+BLOCK_ROWS = "block_rows"
+ROW_REQUESTS = "row_requests"
+ROW_QUERY_LENGTHS = "row_query_lengths"
+
+LOGITS = "logits"
+TAPS = "taps"
+DRAFT_IDS = "draft_ids"
+DRAFT_LOGITS = "draft_logits"
+CONFIDENCE_LOGITS = "confidence_logits"
+
+ElementType = Literal["bool", "int64", "float32", "float16", "bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One graph input or output. A letter in the shape is a dynamic extent."""
+
+    name: str
+    element_type: ElementType
+    shape: tuple[str | int, ...]
+
+
+def group_tokens(group: str) -> str:
+    return f"{group}.tokens"
+
+
+def group_past_lengths(group: str) -> str:
+    return f"{group}.past_lengths"
+
+
+def group_query_lengths(group: str) -> str:
+    return f"{group}.query_lengths"
+
+
+def key_cache(group: str, layer: int) -> str:
+    return f"{group}.key_cache.{layer}"
+
+
+def value_cache(group: str, layer: int) -> str:
+    return f"{group}.value_cache.{layer}"
+
+
+def cache_output(cache: str) -> str:
+    return f"{cache}.out"
+
+
+def cache_block_output(cache: str) -> str:
+    return f"{cache}.block"
+
+
+def row_group(group: str) -> tuple[Binding, ...]:
+    """The index inputs of one row group."""
+    rows, query = f"B_{group}", f"S_{group}"
+    return (
+        Binding(group_tokens(group), "int64", (rows, query)),
+        Binding(group_past_lengths(group), "int64", (rows,)),
+        Binding(group_query_lengths(group), "int64", (rows,)),
+    )
+
+
+def caches(group: str, dims: TargetDims | DrafterDims) -> tuple[Binding, ...]:
+    """Cache inputs: keys and values, layer after layer."""
+    shape = (f"B_{group}", *dims.cache.row_shape)
+    return tuple(
+        Binding(name(group, layer), dims.element_type, shape)
+        for layer in range(dims.cache.num_layers)
+        for name in (key_cache, value_cache)
+    )
+
+
+def cache_outputs(group: str, dims: TargetDims | DrafterDims) -> tuple[Binding, ...]:
+    return tuple(Binding(cache_output(b.name), b.element_type, b.shape) for b in caches(group, dims))
+
+
+def target_inputs(dims: TargetDims) -> tuple[Binding, ...]:
+    return (
+        Binding(TOKEN_IDS, "int64", ("T",)),
+        Binding(POSITIONS, "int64", ("T",)),
+        Binding(LOGIT_ROWS, "int64", ("L",)),
+        Binding(OUTPUT_SLOTS, "int64", ("T",)),
+        *(binding for group in TARGET_GROUPS for binding in row_group(group)),
+        *(binding for group in TARGET_GROUPS for binding in caches(group, dims)),
+    )
+
+
+def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
+    taps = (Binding(TAPS, dims.element_type, ("T", dims.tap_width)),) if dims.num_taps else ()
+    return (
+        Binding(LOGITS, "float32", ("L", dims.vocab_size)),
+        *taps,
+        *(binding for group in TARGET_GROUPS for binding in cache_outputs(group, dims)),
+    )
+
+
+def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    where = row_group(CONTEXT) if dims.attention == "standard" else (Binding(ROWS, "int64", ("T",)),)
+    return (
+        Binding(TAPS, dims.element_type, ("T", dims.tap_width)),
+        Binding(POSITIONS, "int64", ("T",)),
+        *where,
+        *caches(CONTEXT, dims),
+    )
+
+
+def ingest_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    return cache_outputs(CONTEXT, dims)
+
+
+def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    return (
+        Binding(ANCHOR_IDS, "int64", ("R",)),
+        Binding(PAST_LENGTHS, "int64", ("R",)),
+        Binding(TEMPERATURES, "float32", ("R",)),
+        Binding(UNIFORMS, "float32", ("R", dims.gamma)),
+        Binding(BLOCK_ROWS, "int64", ("R",)),
+        Binding(ROW_REQUESTS, "int64", (f"B_{CONTEXT}",)),
+        Binding(ROW_QUERY_LENGTHS, "int64", (f"B_{CONTEXT}",)),
+        *caches(CONTEXT, dims),
+    )
+
+
+def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    block: tuple[Binding, ...] = ()
+    if dims.attention == "drafter":
+        block = tuple(Binding(cache_block_output(b.name), b.element_type, b.shape) for b in caches(CONTEXT, dims))
+    confidence = (Binding(CONFIDENCE_LOGITS, "float32", ("R", dims.gamma)),) if dims.has_confidence_head else ()
+    return (
+        Binding(DRAFT_IDS, "int64", ("R", dims.gamma)),
+        Binding(DRAFT_LOGITS, "float32", ("R", dims.gamma, dims.vocab_size)),
+        *confidence,
+        *cache_outputs(CONTEXT, dims),
+        *block,
+    )
+
+
+def select_form(dims: DrafterDims) -> PrefixSelectForm:
+    """The selection that runs between draft and verification on a device, where K is known beforehand."""
+    return PrefixSelectForm(dims.gamma, "lagged_budget")
+
+
+def select_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    return tuple(_binding(tensor) for tensor in PrefixSelectOperation(select_form(dims)).inputs)
+
+
+def select_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    return tuple(_binding(tensor) for tensor in PrefixSelectOperation(select_form(dims)).outputs)
+
+
+def _binding(tensor: Tensor) -> Binding:
+    assert tensor.element_type != "int32", "the index tensors of a graph are int64"
+    return Binding(tensor.name, tensor.element_type, tensor.shape)

@@ -1,0 +1,142 @@
+"""Every size that a graph is written for, once: the exporter writes them into the graph, the engine reads them back.
+
+Shape letters: `R` requests, `G` gamma, `T` packed tokens, `V` vocabulary, `D` hidden, `M` tap layers, `K` KV heads,
+`H` head dim, `C` positions that a cache row has room for.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec, TargetSpec
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.errors import EngineBuildError
+
+Attention = Literal["gqa", "drafter", "standard"]
+FloatType = Literal["float32", "float16", "bfloat16"]  # of weights, hidden states, taps and caches
+
+METADATA_KEY = "dspark_dims"  # of the graph's metadata_props
+SCHEMA_VERSION = 1
+# Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where TensorRT
+# takes an address, at multiples of 256 bytes.
+TILE_POSITIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CacheDims:
+    """The KV memory of one model: for each layer a key and a value array [num_rows, K, C, H]."""
+
+    num_layers: int
+    num_rows: int
+    num_kv_heads: int  # K
+    capacity: int  # C
+    head_dim: int  # H
+
+    @property
+    def row_shape(self) -> tuple[int, int, int]:
+        return (self.num_kv_heads, self.capacity, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDims:
+    """Sizes of the target graph."""
+
+    limits: EngineLimits
+    cache: CacheDims
+    attention: Attention
+    vocab_size: int  # V
+    hidden_size: int  # D
+    num_taps: int  # M
+    element_type: FloatType = "float32"
+
+    @property
+    def tap_width(self) -> int:
+        return self.num_taps * self.hidden_size
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterDims:
+    """Sizes of the two drafter graphs."""
+
+    limits: EngineLimits
+    cache: CacheDims
+    attention: Attention
+    vocab_size: int  # V
+    hidden_size: int  # D
+    num_taps: int  # M
+    gamma: int  # G
+    has_confidence_head: bool
+    element_type: FloatType = "float32"
+
+    @property
+    def tap_width(self) -> int:
+        return self.num_taps * self.hidden_size
+
+
+def target_dims(
+    spec: TargetSpec,
+    *,
+    num_taps: int,
+    limits: EngineLimits,
+    attention: Attention,
+    element_type: FloatType = "float32",
+) -> TargetDims:
+    """A row has room for max_seq_len and the longest query behind it, padding included.
+
+    The region [max_seq_len, C) never holds a valid position, so rows without tokens may be written there.
+    """
+    cache = _cache(spec.decoder, limits, limits.max_seq_len + limits.max_batch_tokens, attention)
+    return TargetDims(
+        limits, cache, attention, spec.decoder.vocab_size, spec.decoder.hidden_size, num_taps, element_type
+    )
+
+
+def drafter_dims(
+    spec: DrafterSpec, *, limits: EngineLimits, attention: Attention, element_type: FloatType = "float32"
+) -> DrafterDims:
+    """A row has room for max_seq_len, the draft block behind it and, where ingest pads, the longest padded chunk."""
+    behind = max(spec.gamma, limits.max_batch_tokens) if attention == "standard" else spec.gamma
+    return DrafterDims(
+        limits,
+        _cache(spec.decoder, limits, limits.max_seq_len + behind, attention),
+        attention,
+        spec.decoder.vocab_size,
+        spec.decoder.hidden_size,
+        spec.num_taps,
+        spec.gamma,
+        spec.has_confidence_head,
+        element_type,
+    )
+
+
+def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int, attention: Attention) -> CacheDims:
+    if attention == "standard":
+        capacity = -(-capacity // TILE_POSITIONS) * TILE_POSITIONS
+    return CacheDims(spec.num_layers, limits.max_slots, spec.num_kv_heads, capacity, spec.head_dim)
+
+
+def to_metadata(dims: TargetDims | DrafterDims) -> dict[str, str]:
+    """What a graph carries so that an engine needs nothing but the graph."""
+    return {METADATA_KEY: json.dumps({"schema_version": SCHEMA_VERSION, **asdict(dims)})}
+
+
+def target_dims_from_metadata(metadata: dict[str, str], where: str) -> TargetDims:
+    """Raises EngineBuildError when the graph is not one of ours or of another version."""
+    return TargetDims(**_fields(metadata, where))
+
+
+def drafter_dims_from_metadata(metadata: dict[str, str], where: str) -> DrafterDims:
+    """Raises EngineBuildError when the graph is not one of ours or of another version."""
+    return DrafterDims(**_fields(metadata, where))
+
+
+def _fields(metadata: dict[str, str], where: str) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(metadata.get(METADATA_KEY, "{}"))
+    if (version := fields.pop("schema_version", None)) != SCHEMA_VERSION:
+        raise EngineBuildError(
+            f"{where}: expected a graph with {METADATA_KEY} of version {SCHEMA_VERSION}, found {version}; "
+            "run `dspark-trt build` again"
+        )
+    return fields | {"limits": EngineLimits(**fields["limits"]), "cache": CacheDims(**fields["cache"])}

@@ -1,0 +1,79 @@
+"""KV memory of one model on a device.
+
+Shape letters: `B` rows of a range, `K` KV heads, `C` row capacity, `H` head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.engines.row_groups import Int64
+from dspark_trt.errors import EngineBuildError
+
+KEYS, VALUES = 0, 1
+_MAX_RANGES = 256  # views are kept for so many ranges: making them costs more than a launch
+
+
+class DeviceCache:
+    """[num_layers, keys and values, num_rows, K, C, H] of the graph's element type, zero at first.
+
+    Attention without the plugin reads whole rows and hides by a mask what is not valid, but 0 * NaN is NaN: what lies there must
+    be finite. So the pool begins with zeros, and a row that a request begins in is cleared of what the last one left (`prepare`);
+    otherwise one request whose numbers overflow would spoil its row for good.
+    """
+
+    def __init__(self, dims: TargetDims | DrafterDims, device: torch.device) -> None:
+        """Raises EngineBuildError where the device has no room."""
+        cache, dtype = dims.cache, getattr(torch, dims.element_type)
+        shape = (cache.num_layers, 2, cache.num_rows, *cache.row_shape)
+        try:
+            self._pool = torch.zeros(shape, dtype=dtype, device=device)
+        except RuntimeError as error:  # out of memory is one
+            gib = math.prod(shape) * dtype.itemsize / (1 << 30)
+            raise EngineBuildError(
+                f"KV memory: {cache.num_rows} rows of {cache.capacity} positions take {gib:.2f} GiB, which {device} does not "
+                f"give: {error}; build with a smaller --max-slots or --max-seq-len"
+            ) from error
+        self._num_layers = cache.num_layers
+        self._max_seq_len = dims.limits.max_seq_len
+        self._written = np.zeros(cache.num_rows, np.int64)  # positions of each row that may hold something
+        # positions from max_seq_len on that may, in any row: rows without tokens are written there
+        self._num_behind = 0
+        self._kept = lru_cache(maxsize=_MAX_RANGES)(self._tensors)
+
+    def rows(self, layer: int, which: int, first_row: int, num_rows: int) -> torch.Tensor:
+        """A contiguous view [B, K, C, H] of the keys or the values of a range of rows."""
+        return self._pool[layer, which, first_row : first_row + num_rows]
+
+    def tensors(self, group: str, first_row: int, num_rows: int) -> dict[str, torch.Tensor]:
+        """Every cache input and output of a row group, by binding name, for a range of rows."""
+        return self._kept(group, first_row, num_rows)
+
+    def prepare(self, rows: Int64, past_lengths: Int64, num_slots: int) -> None:
+        """Before a call that writes up to `num_slots` positions of some rows: clear the rows that begin."""
+        for row in rows[past_lengths == 0] if self._num_behind else ():
+            behind = slice(self._max_seq_len, self._max_seq_len + self._num_behind)
+            for positions in (slice(0, int(self._written[row])), behind):
+                self._pool[:, :, row, :, positions].zero_()
+            self._written[row] = 0
+        self._written[rows] = np.maximum(self._written[rows], past_lengths + num_slots)
+        self._num_behind = max(self._num_behind, num_slots)
+
+    def move_row(self, source: int, destination: int, num_positions: int) -> None:
+        """Copy the live positions of a row, all layers in one kernel, on the current stream."""
+        self._pool[:, :, destination, :, :num_positions].copy_(self._pool[:, :, source, :, :num_positions])
+        self._written[destination] = max(self._written[destination], num_positions)
+
+    def _tensors(self, group: str, first_row: int, num_rows: int) -> dict[str, torch.Tensor]:
+        tensors = {}
+        for layer in range(self._num_layers):
+            for name, which in ((bindings.key_cache, KEYS), (bindings.value_cache, VALUES)):
+                view = self.rows(layer, which, first_row, num_rows)
+                tensors[name(group, layer)] = tensors[bindings.cache_output(name(group, layer))] = view
+        return tensors

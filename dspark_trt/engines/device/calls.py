@@ -1,0 +1,207 @@
+"""From a target batch to the calls of the target graph that compute it: shapes and index arrays, on the host.
+
+A step that only decodes is one call of bucket sizes from KV row 0 on, which a CUDA graph can hold. Prefill chunks are called as
+they are; the first run of them together with the tokens that decode, further ones alone (`device_buckets.prefill_runs`).
+
+Padding tokens are token 0 at position 0, and no row points at them. Padding queries repeat their row's last token; rows without
+tokens write behind max_seq_len, where nothing valid can stand (graphs/attention_standard.py). A group without tokens stands on a
+row that has some, and repeats that row's: what a row holds, valid or not, is its own as far as can be, since a mask does not hide
+a NaN.
+
+Shape letters: `R` requests that decode, `G` gamma, `T` packed tokens, `L` logit rows; `B` KV rows and `S` padded query length of
+a row group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dspark_trt.contract import bindings
+from dspark_trt.contract.protocol import EngineLimits, TargetBatch
+from dspark_trt.engines.capacity import check_rows, check_tokens
+from dspark_trt.engines.device.buckets import bucket, prefill_runs, query_bucket
+from dspark_trt.engines.row_groups import Int64, RowGroup, positions, row_group
+from dspark_trt.errors import CapacityError
+
+GroupShape = tuple[int, int]  # B, S
+_IDLE: GroupShape = (1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CallShape:
+    """The sizes of one call. `prefill` None: a bucket, which asks for the logits of all of its tokens."""
+
+    num_tokens: int  # T
+    num_logits: int  # L
+    decode: GroupShape
+    prefill: GroupShape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetCall:
+    """One call. Index arrays by binding name, without those that the selection writes on the device."""
+
+    shape: CallShape
+    arrays: Mapping[str, Int64]
+    decode_row: int  # first KV row of each group
+    prefill_row: int
+    num_tokens: int  # without padding
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostBatch:
+    """A TargetBatch whose arrays are numpy int64. `num_drafts`: selected on the device, inserted behind the anchors."""
+
+    token_ids: Int64
+    rows: Int64
+    past_lengths: Int64
+    query_lengths: Int64
+    num_decode: int
+    logit_rows: Int64
+    num_drafts: int | None = None
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return int(self.query_lengths[: self.num_decode].sum()) + (self.num_drafts or 0)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) + (self.num_drafts or 0)
+
+
+def host_batch(batch: TargetBatch, num_drafts: int | None = None) -> HostBatch:
+    return HostBatch(
+        token_ids=to_int64(batch.token_ids),
+        rows=to_int64(batch.rows),
+        past_lengths=to_int64(batch.past_lengths),
+        query_lengths=to_int64(batch.query_lengths),
+        num_decode=batch.num_decode,
+        logit_rows=to_int64(batch.logit_rows),
+        num_drafts=num_drafts,
+    )
+
+
+def to_int64(array: Any) -> Int64:
+    """Index arrays are made on the host; one that is on a device is waited for."""
+    return np.ascontiguousarray(array.cpu() if hasattr(array, "cpu") else array, np.int64)
+
+
+def check_batch(batch: HostBatch, new_positions: Int64, gamma: int, limits: EngineLimits) -> None:
+    """Raises CapacityError where a call of the batch would not fit. `new_positions`: of each segment, at most."""
+    check_rows(limits, batch.rows, batch.past_lengths + new_positions)
+    check_tokens(limits, batch.num_tokens)
+    if (longest := int(batch.query_lengths[: batch.num_decode].max(initial=0))) > gamma + 1:
+        raise CapacityError(
+            f"a row would verify {longest} tokens, the engine takes an anchor and {gamma} drafts (gamma of the drafter); pass "
+            "longer segments as prefill chunks"
+        )
+
+
+def target_calls(batch: HostBatch, gamma: int, limits: EngineLimits) -> list[TargetCall]:
+    """The calls of a checked batch, in the order of its tokens and logit rows."""
+    n = batch.num_decode
+    num_plain, num_decode_tokens = int(batch.query_lengths[:n].sum()), batch.num_decode_tokens
+    wanted = batch.logit_rows[batch.logit_rows < num_plain]
+    if batch.num_drafts is not None:
+        wanted = np.arange(num_decode_tokens)
+    of_chunks = batch.logit_rows[batch.logit_rows >= num_plain] - num_plain
+    runs = prefill_runs(batch.rows[n:], batch.query_lengths[n:], limits.max_batch_tokens)
+    decode = _decode_part(batch, num_plain, gamma, limits)
+    if not runs and len(wanted) == num_decode_tokens:
+        return [_bucket_call(decode, limits)]
+    calls = []
+    for first, last in runs or [(0, 0)]:
+        part = decode if first == 0 else _nothing()
+        chunks = slice(n + first, n + last)
+        begin = num_plain + int(batch.query_lengths[n : n + first].sum())
+        end = begin + int(batch.query_lengths[chunks].sum())
+        inside = of_chunks[(of_chunks >= begin - num_plain) & (of_chunks < end - num_plain)] - (begin - num_plain)
+        logit_rows = np.concatenate([wanted if first == 0 else inside[:0], inside + part.num_tokens])
+        calls.append(_whole_call(batch, part, chunks, batch.token_ids[begin:end], logit_rows))
+    return calls
+
+
+@dataclass(frozen=True, slots=True)
+class _DecodePart:
+    """The tokens that decode. `group` None: the selection writes everything about them on the device."""
+
+    shape: GroupShape
+    token_ids: Int64  # [T]
+    positions: Int64  # [T]
+    slots: Int64  # [T]
+    group: RowGroup | None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+def _nothing() -> _DecodePart:
+    group = row_group(*[np.empty(0, np.int64)] * 3)
+    return _DecodePart(_IDLE, group.slots, group.slots, group.slots, group)
+
+
+def _decode_part(batch: HostBatch, num_plain: int, gamma: int, limits: EngineLimits) -> _DecodePart:
+    n = batch.num_decode
+    if n == 0:
+        return _nothing()
+    rows, past, query = batch.rows[:n], batch.past_lengths[:n], batch.query_lengths[:n]
+    num_rows = bucket(int(rows.max()) + 1, limits.max_slots)
+    if batch.num_drafts is not None:
+        unknown = np.zeros(batch.num_decode_tokens, np.int64)
+        return _DecodePart((num_rows, gamma + 1), unknown, unknown, unknown, None)
+    shape = num_rows, query_bucket(int(query.max()), gamma)
+    group = row_group(rows, past, query, padded_to=shape)
+    return _DecodePart(shape, batch.token_ids[:num_plain], positions(past, query), group.slots, group)
+
+
+def _bucket_call(decode: _DecodePart, limits: EngineLimits) -> TargetCall:
+    num_tokens = bucket(decode.num_tokens, limits.max_batch_tokens)
+    arrays = {}
+    if decode.group is not None:
+        padding = np.zeros(num_tokens - decode.num_tokens, np.int64)
+        arrays = {
+            bindings.TOKEN_IDS: np.concatenate([decode.token_ids, padding]),
+            bindings.POSITIONS: np.concatenate([decode.positions, padding]),
+            bindings.OUTPUT_SLOTS: np.concatenate([decode.slots, padding]),
+            **group_arrays(bindings.DECODE, decode.group),
+        }
+    shape = CallShape(num_tokens, num_tokens, decode.shape)
+    return TargetCall(shape, arrays, 0, 0, decode.num_tokens, decode.num_tokens)
+
+
+def _whole_call(
+    batch: HostBatch, decode: _DecodePart, chunks: slice, token_ids: Int64, logit_rows: Int64
+) -> TargetCall:
+    past, query = batch.past_lengths[chunks], batch.query_lengths[chunks]
+    prefill = row_group(batch.rows[chunks], past, query, first_token=decode.num_tokens)
+    chunk_positions = positions(past, query) if len(query) else past
+    # a group without tokens stands on the row of token 0
+    decode_row = 0 if decode.num_tokens else int(batch.rows[chunks][0])
+    prefill_row = prefill.first_row if len(query) else int(batch.rows[0])
+    arrays = {
+        bindings.TOKEN_IDS: np.concatenate([decode.token_ids, token_ids]),
+        bindings.POSITIONS: np.concatenate([decode.positions, chunk_positions]),
+        bindings.OUTPUT_SLOTS: np.concatenate([decode.slots, prefill.slots + decode.shape[0] * decode.shape[1]]),
+        bindings.LOGIT_ROWS: logit_rows if len(logit_rows) else np.zeros(1, np.int64),  # engines take no empty tensors
+        **group_arrays(bindings.PREFILL, prefill),
+    }
+    if decode.group is not None:
+        arrays |= group_arrays(bindings.DECODE, decode.group)
+    num_rows, longest = prefill.tokens.shape
+    shape = CallShape(decode.num_tokens + len(token_ids), max(len(logit_rows), 1), decode.shape, (num_rows, longest))
+    return TargetCall(shape, arrays, decode_row, prefill_row, shape.num_tokens, len(logit_rows))
+
+
+def group_arrays(name: str, group: RowGroup) -> dict[str, Int64]:
+    """The index inputs of a row group by binding name."""
+    return {
+        bindings.group_tokens(name): group.tokens,
+        bindings.group_past_lengths(name): group.past_lengths,
+        bindings.group_query_lengths(name): group.query_lengths,
+    }

@@ -1,0 +1,75 @@
+"""The device runtime: target, drafter and step engine on torch tensors of one device, over sessions of the four graphs.
+
+Everything is enqueued on torch's current stream; whoever calls the engines stays in one thread (libraries keep handles by
+thread, and one made inside of a capture would spoil it) and on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.engines.device.drafter import DeviceDraftEngine
+from dspark_trt.engines.device.errors import torch_errors
+from dspark_trt.engines.device.graphs import CudaGraphCapture
+from dspark_trt.engines.device.session import DeviceSession
+from dspark_trt.engines.device.step import DeviceStepEngine
+from dspark_trt.engines.device.target import DeviceTargetEngine
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSessions:
+    """One session for each graph of `bindings`, of `standard` attention."""
+
+    target: DeviceSession
+    ingest: DeviceSession
+    draft: DeviceSession
+    select: DeviceSession
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEngines:
+    """Engines that share one device."""
+
+    target: DeviceTargetEngine
+    drafter: DeviceDraftEngine
+    step: DeviceStepEngine
+    synchronize: Callable[[], None]  # waits for everything that was enqueued; for time measurement
+
+
+def open_device_engines(
+    sessions: DeviceSessions,
+    target_dims: TargetDims,
+    drafter_dims: DrafterDims,
+    device: str | torch.device,
+    *,
+    use_cuda_graphs: bool = True,
+) -> DeviceEngines:
+    """Allocate caches and buffers on `device` and put the engines together.
+
+    On a CUDA device calls of bucket sizes become CUDA graphs, unless `use_cuda_graphs` is false.
+    Raises EngineBuildError where the device has no room.
+    """
+    device = _with_index(torch.device(device))
+    with torch_errors("opening the device"):
+        capture = CudaGraphCapture(device) if device.type == "cuda" and use_cuda_graphs else None
+    target = DeviceTargetEngine(sessions.target, target_dims, device, gamma=drafter_dims.gamma, capture=capture)
+    drafter = DeviceDraftEngine(sessions.ingest, sessions.draft, drafter_dims, device, capture=capture)
+    step = DeviceStepEngine(target, drafter, sessions.select, capture=capture)
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            with torch_errors("waiting for the device"):
+                torch.cuda.current_stream(device).synchronize()
+
+    return DeviceEngines(target, drafter, step, synchronize)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """A CUDA device without an index is torch's current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,138 @@
+"""Calls of a session by bucket: the first one eagerly, from the second one on as a CUDA graph.
+
+Everything a runtime enqueues goes to torch's current stream, captured graphs included: target, drafter, selection, copies and
+what the decoding loop does with the outputs are in order without an event. Only a bucket's first call and its capture use a
+stream of their own (a capture must not be on the default stream); the first call waits for the current stream and is waited
+for by it, and the capture executes nothing.
+
+One memory pool serves all graphs: they are replayed one after the other, and what outlives a replay stands in buffers that
+were there before.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from contextlib import suppress
+from typing import Protocol
+
+import torch
+
+from dspark_trt.engines.device.session import DeviceSession, Tensors
+from dspark_trt.errors import EngineBuildError
+from dspark_trt.log import get_logger
+
+logger = get_logger(__name__)
+
+NUM_KEPT_BUCKETS = 96
+
+Call = Callable[[], object]
+
+
+class Capture(Protocol):
+    """How a bound call becomes one that is replayed."""
+
+    def warm_up(self, call: Call) -> None:
+        """The first call: what a backend does once happens here and not inside of a graph."""
+        ...
+
+    def capture(self, call: Call) -> Call:
+        """A call that does the same. Nothing is executed yet."""
+        ...
+
+
+class CudaGraphCapture:
+    """CUDA graphs of one device, with one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._failed: torch.cuda.CUDAGraph | None = None
+        # A pool ends with its last graph and must not be captured into again: this one keeps it.
+        one = torch.zeros(1, device=device)
+        self.warm_up(one.zero_)
+        self._kept = (one, self.capture(one.zero_))
+
+    def warm_up(self, call: Call) -> None:
+        """On the capture's stream: libraries keep workspaces by stream, and they must not be allocated in a graph's pool."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            call()
+        current.wait_stream(self._stream)
+
+    def capture(self, call: Call) -> Call:
+        """A replay of the call; the call itself from the first one on that cannot be captured, which a warning tells.
+
+        It ran before, so it runs without a graph, only slower. A capture that CUDA has voided can leave torch's memory pool
+        in between, where another capture must not begin.
+        """
+        if self._failed is not None:
+            return call
+        graph = torch.cuda.CUDAGraph()
+        is_collecting = gc.isenabled()
+        gc.disable()  # a graph or an event that is freed meanwhile would break the capture
+        try:
+            with torch.cuda.stream(self._stream):
+                # other threads of the process may allocate meanwhile
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    call()
+                except BaseException:
+                    with suppress(RuntimeError):  # it leaves the capture, which is void
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        except (RuntimeError, EngineBuildError) as error:
+            raise EngineBuildError(
+                f"CUDA graph on {self._device}: a call that ran could not be captured: {error}; open the engines without CUDA "
+                "graphs, and report it"
+            ) from error
+        finally:
+            if is_collecting:
+                gc.enable()
+        replay: Call = graph.replay
+        return replay
+
+
+class _Bucket:
+    def __init__(self, bound: Call, tensors: Tensors) -> None:
+        self.bound = bound
+        self.tensors = tensors  # a graph keeps addresses only
+        self.is_warm = False
+        self.replay: Call | None = None
+
+
+class BucketCalls:
+    """The bound calls of one session, least recently used ones dropped."""
+
+    def __init__(self, session: DeviceSession, capture: Capture | None, *, num_kept: int = NUM_KEPT_BUCKETS) -> None:
+        """Without a `capture` every call is a bound call."""
+        self._session = session
+        self._capture = capture
+        self._num_kept = num_kept
+        self._buckets: OrderedDict[Hashable, _Bucket] = OrderedDict()
+
+    def __call__(self, key: Hashable, tensors: Callable[[], Tensors]) -> None:
+        """Enqueue the call of a bucket; `tensors` is asked once, and gives what stays at its address.
+
+        Raises EngineBuildError when the backend fails.
+        """
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bound_tensors = tensors()
+            bucket = self._buckets[key] = _Bucket(self._session.bind(bound_tensors), bound_tensors)
+            if len(self._buckets) > self._num_kept:
+                self._buckets.popitem(last=False)
+        self._buckets.move_to_end(key)
+        if self._capture is None:
+            bucket.bound()
+        elif not bucket.is_warm:
+            self._capture.warm_up(bucket.bound)
+            bucket.is_warm = True
+        else:
+            if bucket.replay is None:
+                bucket.replay = self._capture.capture(bucket.bound)
+            bucket.replay()

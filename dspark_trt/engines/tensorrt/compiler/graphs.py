@@ -1,0 +1,73 @@
+"""The graphs of a build as the compiler takes them: opened without their weights, and the kernels of their plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from dspark_trt_plugins.bundle import KernelBundle
+from dspark_trt_plugins.registry import check_kernels, operations_in
+
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
+from dspark_trt.machine.packages import TRITON_FIX
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedGraphs:
+    """The graphs of a build, by file name."""
+
+    folder: Path
+    models: dict[str, onnx.ModelProto]
+    target: TargetDims
+    drafter: DrafterDims
+
+
+def open_graphs(folder: Path) -> OpenedGraphs:
+    """Raises EngineBuildError when a graph is missing, not one of ours, or not made for TensorRT."""
+    models = {}
+    for graph in GRAPHS:
+        path = folder / graph
+        if not path.is_file():
+            raise EngineBuildError(f"{path} does not exist; run `dspark-trt build` again")
+        models[graph] = onnx.load(path, load_external_data=False)
+    metadata = {graph: metadata_of(model) for graph, model in models.items()}
+    target = target_dims_from_metadata(metadata[bindings.TARGET_GRAPH], str(folder / bindings.TARGET_GRAPH))
+    drafter = drafter_dims_from_metadata(metadata[bindings.DRAFT_GRAPH], str(folder / bindings.DRAFT_GRAPH))
+    for graph, dims in ((bindings.TARGET_GRAPH, target), (bindings.DRAFT_GRAPH, drafter)):
+        if dims.attention != "standard" or dims.element_type == "float32":
+            raise EngineBuildError(
+                f"{folder / graph}: expected `standard` attention in bf16 or fp16, which is what TensorRT compiles, found "
+                f"{dims.attention} in {dims.element_type}; export the graphs for TensorRT"
+            )
+    return OpenedGraphs(folder, models, target, drafter)
+
+
+def metadata_of(model: onnx.ModelProto) -> dict[str, str]:
+    return {entry.key: entry.value for entry in model.metadata_props}
+
+
+def compile_kernels(models: Iterable[onnx.ModelProto], sms: Sequence[int]) -> list[KernelBundle]:
+    """Machine code of the plugins' kernels, for every form in the graphs.
+
+    Raises EnvironmentMissingError when Triton is missing, EngineBuildError when it cannot compile them.
+    """
+    try:
+        from dspark_trt_plugins.compile import compile_operation
+    except ImportError as error:
+        raise EnvironmentMissingError(
+            f"the kernels of the plugins are compiled by the package triton, which cannot be imported ({error}); install it: "
+            f"{TRITON_FIX}"
+        ) from None
+    bundles: list[KernelBundle] = []
+    try:
+        for model in models:
+            bundles += [compile_operation(operation, sms) for operation in operations_in(model)]
+            check_kernels(model, bundles)
+    except (ValueError, RuntimeError) as error:
+        raise EngineBuildError(f"the kernels of the plugins cannot be compiled: {error}") from error
+    return bundles

@@ -1,0 +1,240 @@
+"""Both engines in plain PyTorch float32, straight from the checkpoints: the oracle of the tests, on CPU or CUDA.
+
+Attention runs segment by segment over the row's own cache; nothing is padded, fused or rearranged.
+
+Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` vocabulary, `D` hidden, `M` tap layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
+from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
+from dspark_trt.errors import CapacityError
+from dspark_trt.reference.heads import ReferenceHeads
+from dspark_trt.reference.model import ReferenceCache, ReferenceDecoder
+from dspark_trt.reference.weights import ReferenceWeights
+
+ArrayLibrary = Literal["numpy", "torch"]
+
+
+def open_reference_engines(
+    target: TargetCheckpoint,
+    drafter: DrafterCheckpoint,
+    *,
+    limits: EngineLimits,
+    device: str = "cpu",
+    array_library: ArrayLibrary = "numpy",
+) -> tuple[ReferenceTargetEngine, ReferenceDraftEngine]:
+    """Target and drafter on one device; an embedding or head that the drafter does not own is shared with the target.
+
+    `array_library` is that of the outputs; inputs may be of either. Outputs of "torch" stay on the device.
+    """
+    target_weights = ReferenceWeights(target.weights, device)
+    return (
+        ReferenceTargetEngine(
+            target.spec,
+            target_weights,
+            taps=drafter.spec.target_layer_ids,
+            limits=limits,
+            array_library=array_library,
+        ),
+        ReferenceDraftEngine(
+            drafter.spec,
+            ReferenceWeights(drafter.weights, device),
+            target_spec=target.spec,
+            target_weights=target_weights,
+            limits=limits,
+            array_library=array_library,
+        ),
+    )
+
+
+class _Segment(NamedTuple):
+    """One request's part of a call: packed tokens [begin, end), at positions [past, past + end - begin) of `row`."""
+
+    row: int
+    past: int
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.past + self.end - self.begin
+
+
+class _Engine:
+    """What both engines do with arrays and limits."""
+
+    def __init__(self, decoder: ReferenceDecoder, limits: EngineLimits, array_library: ArrayLibrary) -> None:
+        self.limits = limits
+        self._decoder = decoder
+        self._device = decoder.weights.device
+        self._array_library = array_library
+        self._cache = ReferenceCache(decoder.spec, limits.max_slots, limits.max_seq_len, self._device)
+
+    def move_row(self, source: int, destination: int, num_positions: int) -> None:
+        self._cache.move_row(source, destination, num_positions)
+
+    def _tensor(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.as_tensor(array, dtype=dtype, device=self._device)
+
+    def _integers(self, array: Any) -> list[int]:
+        values: list[int] = self._tensor(array, torch.int64).tolist()
+        return values
+
+    def _output(self, tensor: torch.Tensor) -> Any:
+        return tensor.cpu().numpy() if self._array_library == "numpy" else tensor
+
+    def _segments(self, batch: TargetBatch | IngestBatch) -> list[_Segment]:
+        lengths, rows, past = map(self._integers, (batch.query_lengths, batch.rows, batch.past_lengths))
+        ends = accumulate(lengths)
+        segments = [
+            _Segment(row, start, end - length, end)
+            for row, start, length, end in zip(rows, past, lengths, ends, strict=True)
+        ]
+        for segment in segments:
+            if segment.length > self.limits.max_seq_len or not 0 <= segment.row < self.limits.max_slots:
+                raise CapacityError(
+                    f"reference engine: expected rows below {self.limits.max_slots} of at most {self.limits.max_seq_len} "
+                    f"positions, found row {segment.row} with {segment.length}; raise max_slots or max_seq_len"
+                )
+        return segments
+
+    def _positions(self, segments: Iterable[_Segment]) -> torch.Tensor:
+        return torch.cat([torch.arange(s.past, s.length, device=self._device) for s in segments])
+
+
+class ReferenceTargetEngine(_Engine):
+    """TargetEngine of the protocol. `taps` are the drafter's target_layer_ids; without them, taps are [T, 0]."""
+
+    def __init__(
+        self,
+        spec: TargetSpec,
+        weights: ReferenceWeights,
+        *,
+        taps: tuple[int, ...],
+        limits: EngineLimits,
+        array_library: ArrayLibrary = "numpy",
+    ) -> None:
+        super().__init__(ReferenceDecoder(spec.decoder, weights), limits, array_library)
+        self._taps = taps
+        self._embedding = weights["embed_tokens.weight"]
+        self._head = weights["embed_tokens.weight" if spec.is_head_tied else "lm_head.weight"]
+        self.vocab_size = spec.decoder.vocab_size
+
+    def forward(self, batch: TargetBatch) -> TargetOutput:
+        """Raises CapacityError when the batch exceeds the limits."""
+        with torch.no_grad():
+            segments = self._segments(batch)
+            if segments[-1].end > self.limits.max_batch_tokens:
+                raise CapacityError(
+                    f"reference engine: expected at most {self.limits.max_batch_tokens} packed tokens, found "
+                    f"{segments[-1].end}; raise max_batch_tokens"
+                )
+            last_layer = self._decoder.spec.num_layers - 1
+            outputs = self._layer_outputs(self._tensor(batch.token_ids, torch.int64), segments)
+            raw = {layer: output for layer, output in outputs if layer in (*self._taps, last_layer)}
+            wanted = raw[last_layer][self._tensor(batch.logit_rows, torch.int64)]
+            logits = self._decoder.norm("norm", wanted) @ self._head.T
+            empty = logits.new_zeros(segments[-1].end, 0)
+            taps = torch.cat([empty, *(raw[layer] for layer in self._taps)], dim=-1)
+            return TargetOutput(self._output(logits), self._output(taps))
+
+    def _layer_outputs(self, token_ids: torch.Tensor, segments: list[_Segment]) -> Iterator[tuple[int, torch.Tensor]]:
+        """(-1, embedding output), then (layer, its raw output), each [T, D]."""
+        x = self._embedding[token_ids]
+        yield -1, x
+        positions = self._positions(segments)
+        for layer in range(self._decoder.spec.num_layers):
+            normed = self._decoder.norm(f"layers.{layer}.input_layernorm", x)
+            queries = self._decoder.query(layer, normed, positions)
+            keys, values = self._decoder.key_value(layer, normed, positions)
+            attended = torch.empty_like(queries)
+            for segment in segments:
+                part = slice(segment.begin, segment.end)
+                self._cache.write(layer, segment.row, segment.past, keys[part], values[part])
+                row_keys, row_values = self._cache.read(layer, segment.row, segment.length)
+                is_visible = torch.arange(segment.length, device=self._device) <= positions[part, None]
+                attended[part] = self._decoder.attend(queries[part], row_keys, row_values, is_visible)
+            x = x + self._decoder.attention_output(layer, attended)
+            x = x + self._decoder.mlp(layer, x)
+            yield layer, x
+
+
+class ReferenceDraftEngine(_Engine):
+    """DraftEngine of the protocol. Source: paper section 3.1."""
+
+    def __init__(
+        self,
+        spec: DrafterSpec,
+        weights: ReferenceWeights,
+        *,
+        target_spec: TargetSpec,
+        target_weights: ReferenceWeights,
+        limits: EngineLimits,
+        array_library: ArrayLibrary = "numpy",
+    ) -> None:
+        super().__init__(ReferenceDecoder(spec.decoder, weights), limits, array_library)
+        self._spec = spec
+        self._weights = weights
+        self._heads = ReferenceHeads(spec, weights)
+        target_head = "embed_tokens.weight" if target_spec.is_head_tied else "lm_head.weight"
+        self._embedding = (weights if spec.has_own_embedding else target_weights)["embed_tokens.weight"]
+        self._head = weights["lm_head.weight"] if spec.has_own_head else target_weights[target_head]
+        self.gamma = spec.gamma
+
+    def ingest(self, batch: IngestBatch) -> None:
+        """K and V of every layer straight from the context feature. Raises CapacityError beyond the limits."""
+        with torch.no_grad():
+            segments = self._segments(batch)
+            positions = self._positions(segments)
+            context = self._weights.linear("fc", self._tensor(batch.taps, torch.float32))
+            context = self._decoder.norm("hidden_norm", context)
+            for layer in range(self._decoder.spec.num_layers):
+                keys, values = self._decoder.key_value(layer, context, positions)
+                for segment in segments:
+                    part = slice(segment.begin, segment.end)
+                    self._cache.write(layer, segment.row, segment.past, keys[part], values[part])
+
+    def draft(self, batch: DraftBatch) -> DraftOutput:
+        """One block per request; every slot sees the whole context and the whole block."""
+        with torch.no_grad():
+            anchor_ids = self._tensor(batch.anchor_ids, torch.int64)
+            rows, past = self._integers(batch.rows), self._integers(batch.past_lengths)
+            hidden = torch.stack([self._backbone(*block) for block in zip(anchor_ids, rows, past, strict=True)])
+            draft_ids, draft_logits, confidence_logits = self._heads.draft(
+                hidden @ self._head.T,
+                hidden,
+                anchor_ids,
+                self._tensor(batch.temperatures, torch.float32),
+                self._tensor(batch.uniforms, torch.float32),
+            )
+            return DraftOutput(
+                self._output(draft_ids),
+                self._output(draft_logits),
+                None if confidence_logits is None else self._output(confidence_logits),
+            )
+
+    def _backbone(self, anchor_id: torch.Tensor, row: int, past: int) -> torch.Tensor:
+        """h of every slot after the final norm, [G, D]."""
+        masks = anchor_id.new_full((self.gamma - 1,), self._spec.mask_token_id)
+        x = self._embedding[torch.cat([anchor_id[None], masks])]
+        positions = torch.arange(past, past + self.gamma, device=self._device)
+        for layer in range(self._decoder.spec.num_layers):
+            normed = self._decoder.norm(f"layers.{layer}.input_layernorm", x)
+            keys, values = self._decoder.key_value(layer, normed, positions)
+            context_keys, context_values = self._cache.read(layer, row, past)
+            attended = self._decoder.attend(
+                self._decoder.query(layer, normed, positions),
+                torch.cat([context_keys, keys]),
+                torch.cat([context_values, values]),
+            )
+            x = x + self._decoder.attention_output(layer, attended)
+            x = x + self._decoder.mlp(layer, x)
+        return self._decoder.norm("norm", x)

@@ -1,0 +1,124 @@
+"""A tritonserver to start: the one on PATH, or a private tree unpacked from the `nvidia-pytriton` wheel.
+
+The wheel is the one place on PyPI that carries the Triton server itself. Only its files are wanted: it pins numpy < 2,
+so it is downloaded without its dependencies and unpacked into a cache folder, never installed into the environment. The
+tree keeps the wheel's own layout, because its libraries are found relative to each binary:
+
+    <cache>/tritonserver-<wheel version>-py<X.Y>/
+        pytriton/tritonserver/bin/tritonserver
+        pytriton/tritonserver/backends/python/    backend library, utilities, the stub of this Python version
+        nvidia_pytriton.libs/                     the libraries of all of them
+        python/                                   numpy 1.26, for the models in the server only
+
+The last one because this server's Python backend was compiled against numpy 1: under numpy 2 it reads every tensor with
+a stride of zero (repaired upstream one release later). The interpreter that the backend embeds ignores PYTHONPATH but
+looks into its working directory first, so the server runs in that folder; everything else comes from the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.server.tool_cache import assemble, default_cache_folder, download_wheel, missing_libraries, prepend
+
+WHEEL_VERSION = "0.7.0"  # carries Triton 2.51.0
+NUMPY_VERSION = "1.26.4"  # the last release of numpy 1
+LAST_PYTHON = (3, 12)  # that numpy 1 was released for
+_SERVER = "pytriton/tritonserver"
+_LIBRARIES = "nvidia_pytriton.libs"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTree:
+    """Where the server and its Python backend live."""
+
+    executable: Path
+    backend_directory: Path | None = None  # None: the server knows its own
+    working_directory: Path | None = None  # where the server must run; None: anywhere
+
+    def environment(self) -> dict[str, str]:
+        """The environment in which the server finds this interpreter's packages and libpython."""
+        environment = dict(os.environ)
+        # The backend's stub embeds the `python3` that comes first on PATH, and with it that environment's packages.
+        prepend(environment, "PATH", _interpreter_folder())
+        prepend(environment, "LD_LIBRARY_PATH", _own_libpython_folder())
+        return environment
+
+
+def find_server(cache: Path | None = None) -> ServerTree:
+    """The tritonserver on PATH, else the private tree in `cache` (default_cache_folder()), assembled if need be.
+
+    Raises EnvironmentMissingError when the wheel cannot be had or a library that the server loads is missing.
+    """
+    installed = shutil.which("tritonserver")
+    if installed is not None:
+        return ServerTree(executable=Path(installed))
+    if sys.version_info[:2] > LAST_PYTHON:
+        raise EnvironmentMissingError(
+            f"no tritonserver on PATH, and the one inside nvidia-pytriton {WHEEL_VERSION} needs numpy 1: expected Python "
+            f"{LAST_PYTHON[0]}.{LAST_PYTHON[1]} or older, found {sys.version_info[0]}.{sys.version_info[1]}; run "
+            "dspark-trt under that one (make PYTHON=python3.12), or put a tritonserver on PATH"
+        )
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    root = (cache or default_cache_folder()) / f"tritonserver-{WHEEL_VERSION}-py{python}"
+    assemble(root, lambda scratch, contents: _fill(scratch, contents, python))
+    tree = ServerTree(root / _SERVER / "bin/tritonserver", root / _SERVER / "backends", root / "python")
+    _check_libraries(tree, python)
+    return tree
+
+
+def _fill(scratch: Path, contents: Path, python: str) -> None:
+    """Unpack what a server needs of the two wheels."""
+    stub = f"{_SERVER}/python_backend_stubs/{python}/triton_python_backend_stub"
+    kept = (f"{_SERVER}/bin/", f"{_SERVER}/backends/", f"{_SERVER}/caches/", f"{_LIBRARIES}/", stub)
+    with zipfile.ZipFile(download_wheel("nvidia-pytriton", WHEEL_VERSION, scratch)) as archive:
+        names = [name for name in archive.namelist() if name.startswith(kept)]
+        if stub not in names:
+            raise EnvironmentMissingError(
+                f"nvidia-pytriton {WHEEL_VERSION} has no Python backend stub for Python {python}: expected {stub} in "
+                "the wheel; run dspark-trt under Python 3.11, or put a tritonserver of this Python on PATH"
+            )
+        archive.extractall(contents, names)
+    with zipfile.ZipFile(download_wheel("numpy", NUMPY_VERSION, scratch)) as archive:
+        archive.extractall(contents / "python")
+    backend = contents / _SERVER / "backends/python"
+    shutil.move(contents / stub, backend / "triton_python_backend_stub")
+    for binary in (backend / "triton_python_backend_stub", contents / _SERVER / "bin/tritonserver"):
+        binary.chmod(0o755)
+
+
+def _check_libraries(tree: ServerTree, python: str) -> None:
+    """Ask the loader: without its libraries the stub dies silently and the server waits for it until a timeout."""
+    assert tree.backend_directory is not None
+    stub = tree.backend_directory / "python/triton_python_backend_stub"
+    for binary in (tree.executable, stub):
+        missing = missing_libraries(binary, tree.environment())
+        if missing:
+            libpython = f"libpython{python}.so.1.0"
+            remedy = (
+                f"install it with: apt-get install libpython{python}"
+                if missing == [libpython]
+                else f"install the packages that hold them, or delete {tree.executable.parents[3]} to fetch it again"
+            )
+            raise EnvironmentMissingError(f"{binary} needs {', '.join(missing)}, which this machine lacks; {remedy}")
+
+
+def _interpreter_folder() -> Path:
+    """The folder whose `python3` is the running environment."""
+    in_environment = sys.prefix != sys.base_prefix
+    return Path(sys.prefix) / "bin" if in_environment else Path(sys.executable).parent
+
+
+def _own_libpython_folder() -> Path | None:
+    """Where the running interpreter's shared library is; None when it is linked statically."""
+    name, folder = sysconfig.get_config_var("INSTSONAME"), sysconfig.get_config_var("LIBDIR")
+    if not name or not folder or ".so" not in name or not (Path(folder) / name).exists():
+        return None
+    return Path(folder)

@@ -1,0 +1,184 @@
+"""Sizes of buckets, shared calls of prompts, and the index arrays of padded calls: padding is never read and never read from."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dspark_trt.contract import bindings
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.engines.device.buckets import LARGEST_POWER, bucket, prefill_runs, query_bucket
+from dspark_trt.engines.device.calls import HostBatch, check_batch, target_calls
+from dspark_trt.engines.tensorrt.compiler.profiles import graph_profiles
+from dspark_trt.errors import CapacityError
+from tests.support.profile_choice import chosen_profile
+
+GAMMA = 4
+LIMITS = EngineLimits(max_slots=13, max_seq_len=200, max_batch_tokens=90)
+
+
+@given(st.integers(1, 3000), st.integers(0, 3000))
+def test_a_bucket_holds_its_size_and_is_its_own_bucket(size: int, more: int) -> None:
+    most = size + more
+    padded = bucket(size, most)
+    assert size <= padded <= most
+    assert bucket(padded, most) == padded
+    assert padded == most or padded <= 2 * size or padded % LARGEST_POWER == 0
+
+
+@given(st.integers(1, 5000))
+def test_few_buckets_serve_all_sizes(most: int) -> None:
+    assert len({bucket(size, most) for size in range(1, most + 1)}) <= 8 + most / LARGEST_POWER
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000))
+def test_buckets_grow_with_the_size(one: int, other: int) -> None:
+    assert bucket(min(one, other), 5000) <= bucket(max(one, other), 5000)
+
+
+def test_rows_decode_one_token_or_a_block() -> None:
+    assert [query_bucket(longest, GAMMA) for longest in range(1, GAMMA + 2)] == [1, *[GAMMA + 1] * GAMMA]
+    with pytest.raises(AssertionError):
+        query_bucket(GAMMA + 2, GAMMA)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> HostBatch:
+    """Any target batch within the limits, drafts selected on the device or not."""
+    rows = draw(st.lists(st.integers(0, LIMITS.max_slots - 1), min_size=1, max_size=8, unique=True))
+    num_decode = draw(st.integers(0, len(rows)))
+    is_fused = num_decode > 0 and draw(st.booleans())
+    longest = 1 if is_fused or draw(st.booleans()) else GAMMA + 1
+    query = [draw(st.integers(1, longest if at < num_decode else 12)) for at in range(len(rows))]
+    num_drafts = draw(st.integers(0, num_decode * GAMMA)) if is_fused else None
+    num_drafts = None if num_drafts is None else min(num_drafts, LIMITS.max_batch_tokens - sum(query))
+    num_tokens = sum(query)
+    wanted = sorted(draw(st.sets(st.integers(0, num_tokens - 1)))) if draw(st.booleans()) else range(num_tokens)
+    return HostBatch(
+        token_ids=100 + np.arange(num_tokens),
+        rows=np.array(rows),
+        past_lengths=np.array([draw(st.integers(0, 150)) for _ in rows]),
+        query_lengths=np.array(query),
+        num_decode=num_decode,
+        logit_rows=np.array(wanted, np.int64),
+        num_drafts=num_drafts,
+    )
+
+
+@given(batches())
+def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(batch: HostBatch) -> None:
+    check_batch(batch, batch.query_lengths, GAMMA, LIMITS)
+    calls = target_calls(batch, GAMMA, LIMITS)
+    num_drafts = batch.num_drafts or 0
+    assert sum(call.num_tokens for call in calls) == batch.num_tokens
+    if batch.num_drafts is None:
+        assert sum(call.num_logits for call in calls) == len(batch.logit_rows)
+    seen: list[tuple[int, int, int]] = []  # row, position, token id, in packed order; selected ones as they come
+    for at, call in enumerate(calls):
+        shape, arrays = call.shape, call.arrays
+        assert call.num_tokens <= shape.num_tokens <= LIMITS.max_batch_tokens
+        assert call.num_logits <= shape.num_logits
+        assert shape.decode[0] <= LIMITS.max_slots
+        assert shape.decode[1] in (1, GAMMA + 1)
+        selected = batch.num_decode_tokens if batch.num_drafts is not None and at == 0 else 0
+        if not arrays:
+            assert selected == call.num_tokens, "only the selection needs nothing of the host"
+            continue
+        slot_of = dict(enumerate(arrays[bindings.OUTPUT_SLOTS][: call.num_tokens]))
+        found: dict[int, tuple[int, int]] = {}
+        idle_rows: list[int] = []
+        groups = [bindings.DECODE] if shape.prefill is None else list(bindings.TARGET_GROUPS)
+        for group in groups[1:] if selected else groups:
+            tokens = arrays[bindings.group_tokens(group)]
+            past, query = arrays[bindings.group_past_lengths(group)], arrays[bindings.group_query_lengths(group)]
+            first_slot = 0 if group == bindings.DECODE else shape.decode[0] * shape.decode[1]
+            first_row = call.decode_row if group == bindings.DECODE else call.prefill_row
+            assert ((tokens >= 0) & (tokens < call.num_tokens)).all(), "a padded query points at a padding token"
+            if not query.any():
+                idle_rows.append(first_row)
+            for row, slot in np.ndindex(*tokens.shape):
+                token = int(tokens[row, slot])
+                if slot < query[row]:
+                    assert token not in found, "a token stands in two rows"
+                    found[token] = first_row + row, int(past[row]) + slot
+                    assert slot_of[token] == first_slot + row * tokens.shape[1] + slot
+                elif query[row]:
+                    assert found[token][0] == first_row + row, "padding comes from the row's own token"
+        assert sorted(found) == list(range(selected, call.num_tokens))
+        assert all(row == found[0][0] for row in idle_rows), "a group without tokens stands on the row that it repeats"
+        for token in sorted(found):
+            row, position = found[token]
+            assert arrays[bindings.POSITIONS][token] == position
+            seen.append((row, position, int(arrays[bindings.TOKEN_IDS][token])))
+        for name in (bindings.TOKEN_IDS, bindings.POSITIONS, bindings.OUTPUT_SLOTS):
+            assert not arrays[name][call.num_tokens :].any(), "padding tokens are token 0 at position 0, slot 0"
+        if shape.prefill is not None:
+            assert shape.prefill[0] * shape.prefill[1] <= LIMITS.max_batch_tokens
+            assert arrays[bindings.LOGIT_ROWS].max() < call.num_tokens
+    expected = [
+        (row, past + slot)
+        for row, past, length in zip(batch.rows, batch.past_lengths, batch.query_lengths, strict=True)
+        for slot in range(length)
+    ]
+    skipped = batch.num_decode if batch.num_drafts is not None else 0
+    assert seen == [(*where, 100 + at) for at, where in enumerate(expected)][skipped:]
+    assert num_drafts == batch.num_tokens - len(batch.token_ids)
+
+
+@given(batches())
+def test_calls_ask_for_the_logits_of_the_batch_in_order(batch: HostBatch) -> None:
+    wanted, first = [], 0
+    for call in target_calls(batch, GAMMA, LIMITS):
+        rows = (
+            call.arrays.get(bindings.LOGIT_ROWS, np.arange(call.num_logits))
+            if call.arrays
+            else np.arange(call.num_logits)
+        )
+        wanted += [first + int(row) for row in rows[: call.num_logits]]
+        first += call.num_tokens
+    if batch.num_drafts is None:
+        assert wanted == batch.logit_rows.tolist()
+    else:
+        of_chunks = batch.logit_rows[batch.logit_rows >= batch.num_decode] + batch.num_drafts
+        assert wanted == [*range(batch.num_decode_tokens), *of_chunks]
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 64)), max_size=12, unique_by=lambda each: each[0]))
+def test_chunks_share_a_call_while_their_padding_fits(chunks: list[tuple[int, int]]) -> None:
+    rows, query = (np.array([each[at] for each in chunks], np.int64) for at in (0, 1))
+    runs = prefill_runs(rows, query, 64)
+    assert [at for begin, end in runs for at in range(begin, end)] == list(range(len(chunks)))
+    spans = [(rows[b:e].max() - rows[b:e].min() + 1) * query[b:e].max() for b, e in runs]
+    assert all(span <= 64 for span in spans)
+    for (begin, end), (_, longer) in pairwise(runs):
+        more = slice(begin, end + 1)
+        assert longer > end
+        assert (rows[more].max() - rows[more].min() + 1) * query[more].max() > 64, "the next chunk would have fitted"
+
+
+def test_adjacent_prompts_share_a_call_and_distant_ones_do_not() -> None:
+    assert prefill_runs(np.array([3, 4, 5]), np.array([20, 20, 20]), 64) == [(0, 3)]
+    assert prefill_runs(np.array([3, 40]), np.array([20, 20]), 64) == [(0, 1), (1, 2)]
+    assert prefill_runs(np.empty(0, np.int64), np.empty(0, np.int64), 64) == []
+
+
+def test_a_row_that_would_verify_more_than_a_block_is_refused() -> None:
+    none = np.zeros(1, np.int64)
+    batch = HostBatch(np.zeros(GAMMA + 2, np.int64), none, none, none + GAMMA + 2, 1, none)
+    with pytest.raises(CapacityError, match="a row would verify 6 tokens, the engine takes an anchor and 4 drafts"):
+        check_batch(batch, batch.query_lengths, GAMMA, LIMITS)
+
+
+@given(batches())
+def test_every_target_call_fits_a_profile_that_tensorrt_compiles(batch: HostBatch) -> None:
+    profiles = graph_profiles(bindings.TARGET_GRAPH, LIMITS, GAMMA)
+    for call in target_calls(batch, GAMMA, LIMITS):
+        decode, prefill = call.shape.decode, call.shape.prefill or (1, 1)
+        extents = {"T": call.shape.num_tokens, "L": call.shape.num_logits}
+        extents |= {"B_decode": decode[0], "S_decode": decode[1], "B_prefill": prefill[0], "S_prefill": prefill[1]}
+        chosen = chosen_profile(profiles, extents)
+        assert profiles[chosen].name != "prefill" or call.shape.prefill is not None, "a bucket has a tight profile"

@@ -1,0 +1,140 @@
+"""DeviceSession that runs a `standard` float32 graph in ONNX Runtime, straight on the memory of torch CPU tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import torch
+from numpy.typing import NDArray
+
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.contract import bindings
+from dspark_trt.contract.bindings import Binding
+from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.engines.device.engines import DeviceEngines, DeviceSessions, open_device_engines
+from dspark_trt.engines.device.session import Tensors
+from dspark_trt.errors import EngineBuildError
+from dspark_trt.graphs.select import write_select_graph
+from tests.support.conversations import open_pair
+
+
+class OnnxRuntimeDeviceSession:
+    """Checks every tensor against the graph's bindings before it runs; counts what it does."""
+
+    def __init__(self, graph: Path) -> None:
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = options.inter_op_num_threads = 1
+        options.enable_mem_pattern = False
+        options.log_severity_level = 4
+        self._session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+        self.metadata = dict(self._session.get_modelmeta().custom_metadata_map)
+        self.inputs: tuple[Binding, ...] = ()
+        self.outputs: tuple[Binding, ...] = ()
+        self.run_extents: list[dict[str, int]] = []
+        self.bound_extents: list[dict[str, int]] = []
+        self.is_failing = False
+        self.before_call: Callable[[Tensors], None] | None = None
+
+    @property
+    def num_runs(self) -> int:
+        return len(self.run_extents)
+
+    def run(self, tensors: Tensors) -> None:
+        self.run_extents.append(self._check(tensors))
+        self._bound(tensors)()
+
+    def bind(self, tensors: Tensors) -> Callable[[], None]:
+        self.bound_extents.append(self._check(tensors))
+        return self._bound(tensors)
+
+    def _bound(self, tensors: Tensors) -> Callable[[], None]:
+        binding = self._session.io_binding()
+        for names, bind in ((self.inputs, binding.bind_input), (self.outputs, binding.bind_output)):
+            for name in (each.name for each in names):
+                tensor = tensors[name]
+                element_type = np.dtype(str(tensor.dtype).removeprefix("torch."))
+                bind(name, "cpu", 0, element_type.type, tuple(tensor.shape), tensor.data_ptr())
+
+        def call() -> None:
+            if self.before_call is not None:
+                self.before_call(tensors)
+            if self.is_failing:
+                raise EngineBuildError("the backend failed, as the test wants it")
+            self._session.run_with_iobinding(binding)
+
+        return call
+
+    def _check(self, tensors: Tensors) -> dict[str, int]:
+        """Names, element types, layout and shapes are those of the bindings, and a cache is its own output."""
+        expected = {each.name: each for each in (*self.inputs, *self.outputs)}
+        assert set(tensors) == set(expected)
+        extents: dict[str, int] = {}
+        for name, tensor in tensors.items():
+            assert tensor.is_contiguous(), name
+            assert tensor.dtype == getattr(torch, expected[name].element_type), name
+            assert len(tensor.shape) == len(expected[name].shape), name
+            for size, found in zip(expected[name].shape, tensor.shape, strict=True):
+                wanted = extents.setdefault(size, found) if isinstance(size, str) else size
+                assert found == wanted, f"{name}: {tuple(tensor.shape)} where {size} is {wanted}"
+            if "_cache." in name and not name.endswith(".out"):
+                assert tensor.data_ptr() == tensors[bindings.cache_output(name)].data_ptr(), name
+        return extents
+
+
+@dataclass(frozen=True)
+class DevicePair:
+    """Device engines over ONNX Runtime, with their sessions."""
+
+    engines: DeviceEngines
+    target: OnnxRuntimeDeviceSession
+    ingest: OnnxRuntimeDeviceSession
+    draft: OnnxRuntimeDeviceSession
+    select: OnnxRuntimeDeviceSession
+    target_dims: TargetDims
+    drafter_dims: DrafterDims
+
+
+def open_device_pair(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint, graphs: Path, *, limits: EngineLimits
+) -> DevicePair:
+    """Write the four graphs and open device engines on the CPU."""
+    open_pair(target, drafter, graphs, limits=limits, is_standard=True)
+    write_select_graph(drafter.spec, graphs, limits=limits, precision="fp32")
+    names = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
+    verify, ingest, draft, select = sessions = [OnnxRuntimeDeviceSession(graphs / name) for name in names]
+    of_target = target_dims_from_metadata(verify.metadata, names[0])
+    of_drafter = drafter_dims_from_metadata(draft.metadata, names[2])
+    verify.inputs, verify.outputs = bindings.target_inputs(of_target), bindings.target_outputs(of_target)
+    ingest.inputs, ingest.outputs = bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)
+    draft.inputs, draft.outputs = bindings.draft_inputs(of_drafter), bindings.draft_outputs(of_drafter)
+    select.inputs, select.outputs = bindings.select_inputs(of_drafter), bindings.select_outputs(of_drafter)
+    engines = open_device_engines(DeviceSessions(*sessions), of_target, of_drafter, "cpu")
+    return DevicePair(engines, *sessions, target_dims=of_target, drafter_dims=of_drafter)
+
+
+def spoil(pair: DevicePair, lengths: NDArray[np.int64], context_lengths: NDArray[np.int64] | None = None) -> None:
+    """Fill with garbage whatever a call must not depend on: buffers, and every position that is not valid.
+
+    Garbage in caches is finite, as it is after any call. An index that nobody wrote is -1, which no operator accepts as a row.
+    """
+    engines = pair.engines
+    for staged in (engines.target._inputs, engines.drafter.inputs):
+        staged.memory.fill_(0xFF)
+    for outputs in (engines.target._logits, engines.target._taps, engines.drafter._taps, engines.drafter._draft_logits):
+        outputs.fill_(torch.nan)
+    engines.drafter.fetched._memory.fill_(0xFF)
+    for engine, valid in ((engines.target, lengths), (engines.drafter, context_lengths)):
+        if valid is not None:
+            for row, length in enumerate(valid):
+                engine.cache._pool[:, :, row, :, int(length) :] = 3e4
+
+
+def valid_positions(pair: DevicePair, lengths: NDArray[np.int64]) -> list[torch.Tensor]:
+    """A copy of what the target's rows hold."""
+    pool = pair.engines.target.cache._pool
+    return [pool[:, :, row, :, : int(length)].clone() for row, length in enumerate(lengths)]

@@ -1,0 +1,356 @@
+"""Small engines whose every answer is known: a target over a toy language, and a drafter of chosen quality.
+
+Both keep a real KV store and refuse what a cache cannot do: reading a position that was never written or was rolled back,
+a wrong row, a wrong position. Their output buffers are overwritten by the next call, as the protocol allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dspark_trt.contract.protocol import (
+    DraftBatch,
+    DraftOutput,
+    EngineLimits,
+    IngestBatch,
+    StepEngine,
+    TargetBatch,
+    TargetOutput,
+)
+from dspark_trt.errors import EngineBuildError
+from dspark_trt.runtime.emission import Emission
+from dspark_trt.runtime.loop import DecodingLoop
+from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
+from dspark_trt.runtime.request import GenerationRequest
+from dspark_trt.steptable.table import StepTable
+
+EMPTY = -1
+
+
+@dataclass(frozen=True)
+class ToyLanguage:
+    """Next-token logits as a fixed function of the last `order` tokens."""
+
+    vocab_size: int
+    seed: int = 0
+    order: int = 2
+    num_patterns: int = 61
+    scale: float = 2.0
+    table: np.ndarray = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        random = np.random.default_rng(self.seed)
+        table = random.normal(scale=self.scale, size=(self.num_patterns, self.vocab_size)).astype(np.float32)
+        object.__setattr__(self, "table", table)
+
+    def logits(self, context: Sequence[int]) -> np.ndarray:
+        pattern = 0
+        for token in context[-self.order :]:
+            pattern = pattern * 31 + int(token) + 1
+        return self.table[pattern % self.num_patterns]
+
+
+class _Store:
+    """Tokens by row and position; what lies behind a call's past is erased by that call."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        self.tokens = np.full((limits.max_slots, limits.max_seq_len), EMPTY, dtype=np.int64)
+
+    def write(self, row: int, past: int, tokens: Sequence[int]) -> None:
+        if (self.tokens[row, :past] == EMPTY).any():
+            raise AssertionError(f"row {row}: the past of {past} positions has holes")
+        if past + len(tokens) > self.tokens.shape[1]:
+            raise AssertionError(f"row {row}: position {past + len(tokens) - 1} is outside the row")
+        self.tokens[row, past:] = EMPTY
+        self.tokens[row, past : past + len(tokens)] = tokens
+
+    def read(self, row: int, length: int) -> list[int]:
+        context = self.tokens[row, :length].tolist()
+        if EMPTY in context:
+            raise AssertionError(f"row {row}: position {context.index(EMPTY)} was never written, or was rolled back")
+        return context
+
+    def move(self, source: int, destination: int, num_positions: int) -> None:
+        moved = self.read(source, num_positions)
+        self.tokens[destination] = EMPTY
+        self.tokens[destination, :num_positions] = moved
+        self.tokens[source] = EMPTY
+
+
+class FailingEngine:
+    """Raises at the calls whose names are in `failures`, once each."""
+
+    def __init__(self) -> None:
+        self.failures: list[str] = []
+        self.num_calls: dict[str, int] = {}
+
+    def _called(self, name: str) -> None:
+        self.num_calls[name] = self.num_calls.get(name, 0) + 1
+        if name in self.failures:
+            self.failures.remove(name)
+            raise EngineBuildError(f"{name} failed, as the test wants it")
+
+
+class ToyTarget(FailingEngine):
+    """A target over a ToyLanguage. Its taps are (token id, position)."""
+
+    def __init__(self, language: ToyLanguage, limits: EngineLimits) -> None:
+        super().__init__()
+        self.language = language
+        self._limits = limits
+        self.store = _Store(limits)
+        self.batches: list[TargetBatch] = []
+        self.edit_logits: Callable[[TargetBatch, np.ndarray], None] | None = None
+        self._last: TargetOutput | None = None
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    @property
+    def vocab_size(self) -> int:
+        return self.language.vocab_size
+
+    def forward(self, batch: TargetBatch) -> TargetOutput:
+        self._called("forward")
+        self._check(batch)
+        self.batches.append(batch)
+        if self._last is not None:
+            self._last.logits[:] = np.nan
+            self._last.taps[:] = np.nan
+        logits = np.empty((len(batch.logit_rows), self.vocab_size), dtype=np.float32)
+        taps = np.empty((len(batch.token_ids), 2), dtype=np.float32)
+        logit_row = {int(packed): at for at, packed in enumerate(batch.logit_rows)}
+        first = 0
+        for row, past, length in zip(batch.rows, batch.past_lengths, batch.query_lengths, strict=True):
+            self.store.write(int(row), int(past), batch.token_ids[first : first + length])
+            for offset in range(length):
+                packed = first + offset
+                taps[packed] = batch.token_ids[packed], past + offset
+                if packed in logit_row:
+                    logits[logit_row[packed]] = self.language.logits(self.store.read(int(row), int(past) + offset + 1))
+            first += length
+        if self.edit_logits:
+            self.edit_logits(batch, logits)
+        self._last = TargetOutput(logits=logits, taps=taps)
+        return self._last
+
+    def move_row(self, source: int, destination: int, num_positions: int) -> None:
+        self._called("move_row")
+        self.store.move(source, destination, num_positions)
+
+    def _check(self, batch: TargetBatch) -> None:
+        assert len(set(batch.rows.tolist())) == len(batch.rows), "a row stands twice in one call"
+        assert batch.query_lengths.min() >= 1
+        assert batch.query_lengths.sum() == len(batch.token_ids) <= self._limits.max_batch_tokens
+        assert (np.diff(batch.logit_rows) > 0).all(), "logit rows must ascend"
+        assert 0 <= batch.token_ids.min() <= batch.token_ids.max() < self.vocab_size
+        for name in ("token_ids", "rows", "past_lengths", "query_lengths", "logit_rows"):
+            assert getattr(batch, name).dtype == np.int64, name
+
+
+# confidence logits [G] from (context up to the anchor, [x_0 .. x_{G-1}], acceptance probability of each slot)
+Confidence = Callable[[Sequence[int], Sequence[int], Sequence[float]], Sequence[float]]
+
+
+def honest_confidence(context: Sequence[int], seen: Sequence[int], acceptance: Sequence[float]) -> list[float]:
+    """The true probability that each draft is accepted by a target at the same temperature without processors."""
+    clipped = np.clip(acceptance, 1e-4, 1 - 1e-4)
+    return np.log(clipped / (1 - clipped)).tolist()
+
+
+def capricious_confidence(context: Sequence[int], seen: Sequence[int], acceptance: Sequence[float]) -> list[float]:
+    """High or low by the token before: what tempts a scheduler that looks ahead."""
+    return [4.0 if token % 2 else -2.0 for token in seen]
+
+
+class ToyDrafter(FailingEngine):
+    """Drafts from skill * target logits + (1 - |skill|) * noise. skill 1 is perfect, -1 proposes what the target avoids."""
+
+    def __init__(
+        self,
+        language: ToyLanguage,
+        limits: EngineLimits,
+        *,
+        gamma: int = 4,
+        skill: float = 0.6,
+        confidence: Confidence | None = honest_confidence,
+    ) -> None:
+        super().__init__()
+        self.language = language
+        self._noise = ToyLanguage(language.vocab_size, seed=language.seed + 1, num_patterns=53)
+        self._limits = limits
+        self._gamma = gamma
+        self._skill = skill
+        self._confidence = confidence
+        self.store = _Store(limits)
+        self.edit_output: Callable[[DraftBatch, DraftOutput], None] | None = None
+        self._last: DraftOutput | None = None
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    @property
+    def gamma(self) -> int:
+        return self._gamma
+
+    def ingest(self, batch: IngestBatch) -> None:
+        self._called("ingest")
+        self._forget()
+        assert len(set(batch.rows.tolist())) == len(batch.rows), "a row stands twice in one call"
+        assert len(batch.taps) == batch.query_lengths.sum() <= self._limits.max_batch_tokens
+        first = 0
+        for row, past, length in zip(batch.rows, batch.past_lengths, batch.query_lengths, strict=True):
+            taps = batch.taps[first : first + length]
+            assert taps[:, 1].tolist() == list(range(past, past + length)), "taps of other positions"
+            self.store.write(int(row), int(past), taps[:, 0].astype(np.int64))
+            first += length
+
+    def draft(self, batch: DraftBatch) -> DraftOutput:
+        self._called("draft")
+        self._forget()
+        num_requests = len(batch.rows)
+        assert len(set(batch.rows.tolist())) == num_requests, "a row stands twice in one call"
+        assert batch.uniforms.shape == (num_requests, self._gamma)
+        assert batch.uniforms.dtype == batch.temperatures.dtype == np.float32
+        output = DraftOutput(
+            draft_ids=np.empty((num_requests, self._gamma), dtype=np.int64),
+            draft_logits=np.empty((num_requests, self._gamma, self.language.vocab_size), dtype=np.float32),
+            confidence_logits=None if self._confidence is None else np.empty((num_requests, self._gamma), np.float32),
+        )
+        for at in range(num_requests):
+            self._draft_one(at, batch, output)
+        if self.edit_output:
+            self.edit_output(batch, output)
+        self._last = output
+        return output
+
+    def logits(self, context: Sequence[int]) -> np.ndarray:
+        return self._skill * self.language.logits(context) + (1 - abs(self._skill)) * self._noise.logits(context)
+
+    def _draft_one(self, at: int, batch: DraftBatch, output: DraftOutput) -> None:
+        temperature = float(batch.temperatures[at])
+        context = [*self.store.read(int(batch.rows[at]), int(batch.past_lengths[at])), int(batch.anchor_ids[at])]
+        begin, acceptance = len(context), []
+        for slot in range(self._gamma):
+            target_logits, logits = self.language.logits(context), self.logits(context)
+            probs = softmax(logits, temperature)
+            output.draft_logits[at, slot] = logits
+            output.draft_ids[at, slot] = np.sum(np.cumsum(probs) <= batch.uniforms[at, slot] * (1 - 1e-9))
+            acceptance.append(float(np.minimum(probs, softmax(target_logits, temperature)).sum()))
+            context.append(int(output.draft_ids[at, slot]))
+        if self._confidence is not None:
+            seen = context[begin - 1 : begin - 1 + self._gamma]
+            output.confidence_logits[at] = self._confidence(context[:begin], seen, acceptance)
+
+    def move_row(self, source: int, destination: int, num_positions: int) -> None:
+        self._called("move_row")
+        self.store.move(source, destination, num_positions)
+
+    def _forget(self) -> None:
+        if self._last is not None:
+            self._last.draft_logits[:] = np.nan
+            self._last.draft_ids[:] = EMPTY
+
+
+def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+    """float64; a point mass at temperature 0."""
+    if temperature == 0.0:
+        probs = np.zeros(len(logits))
+        probs[np.argmax(logits)] = 1.0
+        return probs
+    weights = np.exp((logits.astype(np.float64) - float(logits.max())) / temperature)
+    return weights / weights.sum()
+
+
+def step_table(price: Callable[[int], float], *, num_tokens: int = 64, draft_ms: float = 0.0) -> StepTable:
+    """A step table whose milliseconds depend on batch_tokens alone."""
+    tokens = tuple(range(1, num_tokens + 1))
+    return StepTable(
+        num_requests=(1, 64),
+        batch_tokens=tokens,
+        step_ms=(tuple(price(count) for count in tokens),) * 2,
+        draft_ms=(draft_ms, draft_ms),
+        provenance={},
+    )
+
+
+FLAT = step_table(lambda count: 10.0)
+STEEP = step_table(lambda count: float(count))
+MODERATE = step_table(lambda count: 10.0 + count)
+STAIRS = step_table(lambda count: 10.0 + 4.0 * (-(-count // 4)))
+
+LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=64)
+
+
+def letters(ids: Sequence[int]) -> str:
+    """One letter for each token."""
+    return "".join(chr(97 + token) for token in ids)
+
+
+def make_loop(
+    target: ToyTarget,
+    drafter: ToyDrafter | None,
+    scheduler: SchedulerConfig,
+    *,
+    table: StepTable = MODERATE,
+    eos_token_ids: Sequence[int] = (),
+    decode: Callable[[Sequence[int]], str] = letters,
+    step_engine: StepEngine | None = None,
+    temperatures: Sequence[float] | None = None,
+) -> DecodingLoop:
+    """`temperatures` are 1 where none are given."""
+    return DecodingLoop(
+        target=target,
+        drafter=drafter,
+        step_engine=step_engine,
+        step_table=table,
+        temperatures=temperatures or [1.0] * (drafter.gamma if drafter else 0),
+        eos_token_ids=eos_token_ids,
+        decode=decode,
+        scheduler=scheduler,
+    )
+
+
+@dataclass
+class Output:
+    """All that one request got."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    emissions: list[Emission] = field(default_factory=list)
+
+    @property
+    def last(self) -> Emission:
+        return self.emissions[-1]
+
+
+def run(loop: DecodingLoop, requests: Sequence[GenerationRequest], max_steps: int = 100_000) -> dict[str, Output]:
+    """Submit everything and step until the loop is empty; integrity is checked after every step."""
+    outputs: dict[str, Output] = {}
+    for request in requests:
+        loop.submit(request)
+        outputs[request.request_id] = Output()
+    for _ in range(max_steps):
+        if not loop.has_work:
+            return outputs
+        collect(loop, outputs)
+    raise AssertionError("the loop does not come to an end")
+
+
+def collect(loop: DecodingLoop, outputs: dict[str, Output]) -> None:
+    """One step, into `outputs`."""
+    for emission in loop.step():
+        output = outputs.setdefault(emission.request_id, Output())
+        output.token_ids.extend(emission.token_ids)
+        output.text += emission.text
+        output.log_probs.extend(emission.log_probs or ())
+        output.top_log_probs.extend(emission.top_log_probs or ())
+        output.emissions.append(emission)
+    loop.check_integrity()

@@ -1,0 +1,64 @@
+"""What a person sees of a build."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from dspark_trt.commands.report import print_build
+
+
+def description(**changes: Any) -> dict[str, Any]:
+    """Of a build for the CPU, as `inspect_build` gives it, with what the report shows."""
+    decoder = {"num_layers": 4, "hidden_size": 32, "vocab_size": 300}
+    return {
+        "recipe": {
+            "target": "t",
+            "drafter": "d",
+            "precision": "fp32",
+            "max_slots": 1,
+            "max_seq_len": 64,
+            "max_batch_tokens": 512,
+        },
+        "target": {"decoder": decoder},
+        "drafter": {
+            "decoder": decoder,
+            "gamma": 3,
+            "markov_rank": 0,
+            "has_confidence_head": False,
+            "target_layer_ids": [1],
+        },
+        "engine": {"backend": "onnxruntime", "library_version": None},
+        "device": "CPU",
+        "numerics": "float32",
+        "calibration": {"kind": "neutral"},
+        "step_table": {"batch_tokens": [1], "num_requests": [1], "step_ms": [[1.0]], "draft_ms": [1.0]},
+        "stages": {"engines": {"key": "k", "created": "today", "outputs": {}}},
+        "hashes_verified": False,
+    } | changes
+
+
+def shown(described: dict[str, Any], width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    print_build(described, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_narrow_terminal_loses_no_digit_of_the_step_table() -> None:
+    batch_tokens = [2**index for index in range(10)]
+    milliseconds = [1234.5 + tokens for tokens in batch_tokens]
+    table = {"batch_tokens": batch_tokens, "num_requests": [1], "step_ms": [milliseconds], "draft_ms": [4321.5]}
+    text = shown(description(step_table=table), 60)
+    assert all(f"{value:.1f}" in text for value in (*milliseconds, 4321.5))
+
+
+def test_engines_are_shown_with_backend_version_device_and_files() -> None:
+    outputs = {"engine.json": {"bytes": 9}, "target.engine": {"bytes": 2_500_000}, "target.json": {"bytes": 9}}
+    engine = {"backend": "tensorrt", "library_version": "11.1.0.106"}
+    stages = {"engines": {"key": "k", "created": "today", "outputs": outputs}}
+    text = shown(description(engine=engine, device="NVIDIA H200 (SM 90)", stages=stages), 200)
+    assert "tensorrt 11.1.0.106, fp32, for NVIDIA H200 (SM 90); target.engine 2.5 MB" in text
+    assert "target.json" not in text
+    assert "onnxruntime, fp32, for CPU\n" in "\n".join(line.rstrip() for line in shown(description(), 200).splitlines())

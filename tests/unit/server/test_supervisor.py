@@ -1,0 +1,262 @@
+"""Start and stop of a server process. The stand-in on PATH behaves like tritonserver at its worst; the real one is tested
+in tests/triton."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dspark_trt.engines.open import EngineSettings
+from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, ManifestError, RecipeError
+from dspark_trt.packaging.model_repo import write_model_repo
+from dspark_trt.server import server_tree, tool_cache
+from dspark_trt.server.serve import serve
+from dspark_trt.server.server_tree import ServerTree
+from dspark_trt.server.supervisor import TritonServer
+from dspark_trt.serving.options import ServeOptions, with_ports
+
+# Answers like tritonserver; leaves a backend process that ignores SIGINT, and shared memory, behind.
+STAND_IN = """\
+#!{python}
+import json, os, signal, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+options = dict(argument[2:].split("=", 1) for argument in sys.argv[1:] if not argument.startswith("--backend-config"))
+(prefix,) = [argument.rsplit("=", 1)[1] for argument in sys.argv if "shm-region-prefix-name" in argument]
+repository, behaviour = Path(options["model-repository"]), {behaviour!r}
+Path("/dev/shm", prefix + "region").write_text("")
+stub = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", stub])
+Path({state!r}).write_text(json.dumps(dict(
+    child=child.pid, prefix=prefix, repository=str(repository), path=os.environ["PATH"],
+    scheduler=(repository / "dspark" / "config.pbtxt").read_text())))
+print("I1129 12:00:00 all is well\\n| table |\\nE1129 12:00:00 model.py: the reason", flush=True)
+if behaviour == "dies":
+    sys.exit("error: creating server: Internal - failed to load all models")
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(200, "")
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer(*((400, "engine is broken") if behaviour == "broken" else (200, '{{"text_output": "x"}}')))
+
+    def answer(self, status, body):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+
+if behaviour == "never ready":
+    time.sleep(600)
+if behaviour == "stops late":
+    signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), os._exit(0)))
+HTTPServer((options["http-address"], int(options["http-port"])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def build_dir(tmp_path: Path) -> Path:
+    write_model_repo(tmp_path / "build", tmp_path / "build" / "triton_model_repo")
+    settings = tmp_path / "build" / "engines" / "engine.json"
+    settings.parent.mkdir()
+    settings.write_text(EngineSettings(backend="onnxruntime").model_dump_json())
+    return tmp_path / "build"
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> ServeOptions:
+    return ServeOptions(http_port=0, grpc_port=0, metrics_port=0, log_file=tmp_path / "log", startup_timeout_s=20.0)
+
+
+@pytest.fixture
+def state_file(tmp_path: Path) -> Path:
+    return tmp_path / "state.json"
+
+
+@pytest.fixture
+def put_on_path(tmp_path: Path, state_file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def put(behaviour: str) -> None:
+        executable = tmp_path / "bin" / "tritonserver"
+        executable.parent.mkdir()
+        executable.write_text(STAND_IN.format(python=sys.executable, behaviour=behaviour, state=str(state_file)))
+        executable.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{executable.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return put
+
+
+def read_state(state_file: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(state_file.read_text())
+    return state
+
+
+def is_running(pid: int) -> bool:
+    """A process that has ended but was not reaped by its new parent does not count."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def assert_nothing_is_left(state: dict[str, Any]) -> None:
+    assert not is_running(state["child"])
+    assert not list(Path("/dev/shm").glob(state["prefix"] + "*"))
+
+
+def test_leaving_the_block_ends_orphans_and_removes_shared_memory(
+    build_dir: Path, options: ServeOptions, state_file: Path, put_on_path: Any
+) -> None:
+    put_on_path("works")
+    with TritonServer(build_dir, options) as server:
+        assert not server.has_died()
+        state = read_state(state_file)
+        assert is_running(state["child"])
+        assert list(Path("/dev/shm").glob(state["prefix"] + "*"))
+        ports = {server.options.http_port, server.options.grpc_port, server.options.metrics_port}
+        assert len(ports - {0}) == 3
+    assert_nothing_is_left(state)
+    assert not Path(state["repository"]).exists()
+    assert "early_stop" in state["scheduler"]
+    assert state["path"].split(os.pathsep)[0] == str(Path(sys.prefix) / "bin")
+
+
+def test_another_scheduler_is_served_from_an_overlay_that_goes_away(
+    build_dir: Path, options: ServeOptions, state_file: Path, put_on_path: Any
+) -> None:
+    put_on_path("works")
+    with TritonServer(build_dir, replace(options, scheduler="fixed:3")):
+        state = read_state(state_file)
+    assert 'key: "scheduler" value: { string_value: "fixed:3" }' in state["scheduler"]
+    assert not Path(state["repository"]).exists()
+    assert "early_stop" in (build_dir / "triton_model_repo" / "dspark" / "config.pbtxt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "timeout_s", "message"),
+    [
+        ("dies", 20.0, r"ended by itself(?s:.)*model.py: the reason\nerror: creating server"),
+        ("broken", 20.0, r"ready but does not answer: engine is broken(?s:.)*model.py: the reason"),
+        ("never ready", 1.0, r"is not ready after 1 s(?s:.)*model.py: the reason"),
+    ],
+)
+def test_server_that_does_not_come_up_shows_its_log_and_leaves_nothing(
+    build_dir: Path,
+    options: ServeOptions,
+    state_file: Path,
+    put_on_path: Any,
+    behaviour: str,
+    timeout_s: float,
+    message: str,
+) -> None:
+    put_on_path(behaviour)
+    with (
+        pytest.raises(EngineBuildError, match=message) as caught,
+        TritonServer(build_dir, replace(options, startup_timeout_s=timeout_s)),
+    ):
+        pass
+    assert "all is well" not in str(caught.value)
+    assert_nothing_is_left(read_state(state_file))
+
+
+# Another thread, as numerical libraries start them: a signal that the main thread blocks is delivered to it.
+SERVE_SCRIPT = """\
+import sys, threading, time
+from pathlib import Path
+from dspark_trt.server.serve import ServeOptions, serve
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+serve(Path(sys.argv[1]), ServeOptions(0, 0, 0), on_ready=lambda server: print(server.http_url, flush=True))
+"""
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "number", "num_signals"),
+    [("works", signal.SIGINT, 1), ("works", signal.SIGTERM, 1), ("stops late", signal.SIGINT, 3)],
+)
+def test_serve_ends_cleanly_on_a_signal_and_on_impatient_ones(
+    build_dir: Path, state_file: Path, put_on_path: Any, behaviour: str, number: signal.Signals, num_signals: int
+) -> None:
+    put_on_path(behaviour)
+    process = subprocess.Popen([sys.executable, "-c", SERVE_SCRIPT, build_dir], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    assert any(line.startswith("http://127.0.0.1:") for line in lines)
+    for _ in range(num_signals):
+        process.send_signal(number)
+        time.sleep(0.2)
+    assert process.wait(60) == 0
+    process.stdout.close()
+    assert_nothing_is_left(read_state(state_file))
+
+
+@pytest.mark.parametrize("name", ["http_port", "grpc_port", "metrics_port"])
+def test_port_in_use_is_refused_before_its_owner_is_taken_for_our_server(build_dir: Path, name: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(RecipeError, match=rf"{name}: cannot listen on 127.0.0.1 port {port} .*in use"):
+            TritonServer(build_dir, replace(ServeOptions(0, 0, 0), **{name: port}))
+    assert getattr(with_ports(replace(ServeOptions(0, 0, 0), **{name: port})), name) == port
+
+
+@pytest.mark.parametrize(("http_port", "grpc_port"), [(99_999, 0), (-1, 0), (None, None)])
+def test_ports_that_cannot_be_are_refused(http_port: int | None, grpc_port: int | None) -> None:
+    free = with_ports(ServeOptions(0, 0, 0)).http_port
+    with pytest.raises(RecipeError, match="cannot listen on"):
+        with_ports(ServeOptions(free if http_port is None else http_port, free if grpc_port is None else grpc_port, 0))
+
+
+def test_proxy_of_the_environment_is_not_asked_for_our_own_server(
+    build_dir: Path, options: ServeOptions, put_on_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_on_path("works")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with TritonServer(build_dir, options) as server:
+        assert not server.has_died()
+
+
+def test_serve_refuses_what_cannot_be_served(tmp_path: Path, build_dir: Path) -> None:
+    with pytest.raises(ManifestError, match="not a finished build"):
+        serve(tmp_path, ServeOptions())
+    with pytest.raises(RecipeError, match="scheduler mode: expected one of"):
+        serve(build_dir, ServeOptions(scheduler="fastest"))
+
+
+def test_missing_libpython_names_the_package_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listing = "\tlibm.so.6 => /lib/libm.so.6 (0x0)\n\tlibpython3.11.so.1.0 => not found\n"
+    monkeypatch.setattr(
+        tool_cache.subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, 0, listing, "")
+    )
+    tree = ServerTree(tmp_path / "a" / "b" / "c" / "d", tmp_path, None)
+    with pytest.raises(EnvironmentMissingError, match=r"libpython3\.11\.so\.1\.0.*apt-get install libpython3\.11"):
+        server_tree._check_libraries(tree, "3.11")
+
+
+def test_python_without_numpy_1_is_told_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_tree.sys, "version_info", (3, 13, 0))
+    monkeypatch.setattr(server_tree.shutil, "which", lambda name: None)
+    with pytest.raises(EnvironmentMissingError, match=r"needs numpy 1: expected Python 3\.12 or older, found 3\.13"):
+        server_tree.find_server(tmp_path)
+
+
+def test_wheel_that_cannot_be_had_says_what_pip_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        EnvironmentMissingError, match=r"cannot download nvidia-pytriton==0.0.0.*No matching distribution"
+    ):
+        tool_cache.download_wheel("nvidia-pytriton", "0.0.0", tmp_path)
