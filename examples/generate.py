@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import load_deployment
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest
 
 

@@ -91,7 +91,7 @@ def _reference(
 def _compiled(
     backend: Any, target: TargetCheckpoint, drafter: DrafterCheckpoint, limits: EngineLimits, build: Path
 ) -> DeviceEngines:
-    from dspark_trt.engines.open import EngineSettings
+    from dspark_trt.engines.settings import EngineSettings
     from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
     from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
     from dspark_trt.graphs.drafter import write_drafter_graphs

@@ -15,9 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment, load_deployment
 from dspark_trt.machine import cpu
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 
 PROMPT = "Write a short story about a lighthouse keeper who finds a map."

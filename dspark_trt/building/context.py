@@ -13,7 +13,7 @@ from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.spec_json import target_spec_from_json
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.engines.open import EngineSettings, GpuIdentity
+from dspark_trt.engines.settings import EngineSettings, GpuIdentity
 from dspark_trt.machine.gpu import Gpu, NoGpu, look_for_gpu
 
 DEFAULT_MAX_SEQ_LEN = 4096

@@ -13,7 +13,7 @@ from dspark_trt.building.manifest import (
     read_manifest,
     read_summary,
 )
-from dspark_trt.engines.open import EngineSettings, read_engine_settings
+from dspark_trt.engines.settings import EngineSettings, read_engine_settings
 from dspark_trt.errors import ManifestError
 
 

@@ -14,7 +14,8 @@ from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
-from dspark_trt.engines.open import ENGINE_FILE, ENGINE_FOLDER, open_engines
+from dspark_trt.engines.open import open_engines
+from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.files import check_limits

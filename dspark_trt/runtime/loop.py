@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine, TargetOutput
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.emission import Decode, Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
-from dspark_trt.runtime.prefix_scheduler import PrefixScheduler, SchedulerConfig
+from dspark_trt.runtime.prefix_scheduler import PrefixScheduler
 from dspark_trt.runtime.request import GenerationRequest, validate
 from dspark_trt.runtime.slots import Slots
 from dspark_trt.runtime.state import Phase, RequestState, new_state

@@ -29,51 +29,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.survival_history import Floats, Ints, SurvivalHistory
-
-SchedulerMode = Literal["off", "fixed", "threshold", "early_stop", "lagged_budget"]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """The way verify lengths are chosen; fixed for the life of a loop."""
-
-    mode: SchedulerMode = "early_stop"
-    verify_len: int | None = None  # fixed: drafts of every step; None: gamma
-    threshold: float | None = None  # threshold: a draft of lower confidence, and all behind it, is cut
-
-    def __post_init__(self) -> None:
-        if self.mode not in get_args(SchedulerMode):
-            raise RecipeError(f"scheduler mode: expected one of {get_args(SchedulerMode)}, found {self.mode!r}")
-        if self.verify_len is not None and (self.mode != "fixed" or self.verify_len < 0):
-            raise RecipeError(
-                f"scheduler verify_len: expected an integer >= 0 and mode 'fixed', found {self.verify_len} and "
-                f"mode {self.mode!r}"
-            )
-        if (self.mode == "threshold") != (self.threshold is not None):
-            raise RecipeError(
-                f"scheduler threshold: expected with mode 'threshold' and only there, found {self.threshold} and "
-                f"mode {self.mode!r}"
-            )
-        if self.threshold is not None and not 0.0 <= self.threshold <= 1.0:
-            raise RecipeError(f"scheduler threshold: expected a number in [0, 1], found {self.threshold}")
-
-    @property
-    def is_adaptive(self) -> bool:
-        """Whether the mode needs a step table."""
-        return self.mode in ("early_stop", "lagged_budget")
-
-    def max_verify_len(self, gamma: int) -> int:
-        """The longest prefix this mode ever verifies; 0: nothing needs to be drafted."""
-        if self.mode == "off":
-            return 0
-        return gamma if self.verify_len is None else min(self.verify_len, gamma)
 
 
 def calibrated_confidence(confidence_logits: NDArray[np.float32], temperatures: Floats) -> Floats:

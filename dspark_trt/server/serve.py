@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.engines.open import check_device
 from dspark_trt.errors import EngineBuildError
+from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.supervisor import TritonServer
-from dspark_trt.serving.engine_model import parse_scheduler
-from dspark_trt.serving.options import ServeOptions
 
 __all__ = ["ServeOptions", "TritonServer", "serve"]
 

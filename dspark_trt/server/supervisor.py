@@ -27,8 +27,8 @@ from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.packaging.model_repo import overlay_model_repo
+from dspark_trt.server.options import ServeOptions, with_ports
 from dspark_trt.server.server_tree import find_server
-from dspark_trt.serving.options import ServeOptions, with_ports
 
 _EXIT_TIMEOUT_S = 5  # given to running requests by the server itself
 _KILL_TIMEOUT_S = 10  # after which a server that does not stop is killed

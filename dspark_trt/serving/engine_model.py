@@ -7,9 +7,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
 
+from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.deployment import load_deployment
-from dspark_trt.errors import RecipeError, RequestError
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
+from dspark_trt.errors import RequestError
 from dspark_trt.serving.adapter import ResponseWriter, read_request, read_stop
 from dspark_trt.serving.failures import Failure, describe_failure
 from dspark_trt.serving.fields import Tensors
@@ -67,21 +67,3 @@ class EngineModel:
 
     def close(self) -> None:
         self._worker.close()
-
-
-def parse_scheduler(text: str) -> SchedulerConfig:
-    """`early_stop`, `lagged_budget`, `off`, `fixed` (gamma drafts), `fixed:K` or `threshold:C`.
-
-    Raises RecipeError.
-    """
-    mode, colon, value = text.partition(":")
-    if colon and mode not in ("fixed", "threshold"):
-        raise RecipeError(f"scheduler: {mode} takes no number, found {text!r}")
-    try:
-        return SchedulerConfig(
-            mode=mode,  # type: ignore[arg-type]  # checked by SchedulerConfig
-            verify_len=int(value) if colon and mode == "fixed" else None,
-            threshold=float(value) if colon and mode == "threshold" else None,
-        )
-    except ValueError:
-        raise RecipeError(f"scheduler: expected a number behind {mode}:, found {text!r}") from None

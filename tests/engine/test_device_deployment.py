@@ -22,15 +22,15 @@ from dspark_trt.checkpoints.target import read_target
 from dspark_trt.commands.generate import generate
 from dspark_trt.commands.inspect import inspect_build
 from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch, SelectedOutput, TargetBatch
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import load_deployment
 from dspark_trt.engines import open as registry
 from dspark_trt.engines.device.engines import DeviceEngines
-from dspark_trt.engines.open import EngineSettings
+from dspark_trt.engines.settings import EngineSettings
 from dspark_trt.engines.tensorrt import engines as tensorrt_engines
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.machine.gpu import Gpu, NoGpu
 from dspark_trt.reference.on_device import open_device_reference_engines
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest
 from tests.support.factories import write_drafter, write_target
 

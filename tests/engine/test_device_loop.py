@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, graph_profiles
 from dspark_trt.runtime.loop import DecodingLoop
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest
 from tests.support.conversations import open_pair
 from tests.support.device_cases import HEADS, LIMITS, Pair, decode, device_loop, greedy_requests, make_pair, tokens_of

@@ -13,7 +13,7 @@ import torch
 
 from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims, target_dims
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.engines.open import EngineSettings
+from dspark_trt.engines.settings import EngineSettings
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, Profile, choose_profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
 from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime

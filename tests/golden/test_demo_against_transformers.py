@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from dspark_trt.commands.generate import generate
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import SamplingParams
 
 pytestmark = pytest.mark.demo

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dspark_trt.engines.open import ENGINE_FOLDER
+from dspark_trt.engines.settings import ENGINE_FOLDER
 from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from dspark_trt.engines.tensorrt.facts import engine_path

@@ -16,7 +16,7 @@ import torch
 from dspark_trt.contract import bindings
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.engines.device.graphs import CudaGraphCapture
-from dspark_trt.engines.open import EngineSettings
+from dspark_trt.engines.settings import EngineSettings
 from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
 from dspark_trt.engines.tensorrt.library import SUPPORTED_SMS, Library
 from dspark_trt.reference.on_device import open_reference_sessions

@@ -18,10 +18,10 @@ from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.reference.engines import open_reference_engines
 from dspark_trt.runtime.loop import DecodingLoop
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from tests.support.factories import write_drafter, write_target
 from tests.support.toy_engines import MODERATE, run

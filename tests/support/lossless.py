@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from scipy.stats import chisquare
 
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.steptable.table import StepTable
 from tests.support.runtime_reference import sequence_probs

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.loop import DecodingLoop
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.steptable.table import StepTable
 from tests.support.toy_engines import MODERATE, Output, ToyDrafter, ToyLanguage, ToyTarget, collect, make_loop

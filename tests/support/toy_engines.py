@@ -20,10 +20,10 @@ from dspark_trt.contract.protocol import (
     TargetBatch,
     TargetOutput,
 )
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.loop import DecodingLoop
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest
 from dspark_trt.steptable.table import StepTable
 

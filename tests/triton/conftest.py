@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from dspark_trt.commands.generate import generate
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
+from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.supervisor import TritonServer
-from dspark_trt.serving.options import ServeOptions
 
 TIED_LOG_PROB_GAP = 1e-3  # below it two engines of different batches may choose differently
 

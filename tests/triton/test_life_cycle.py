@@ -18,9 +18,9 @@ from perf_analyzer import find_perf_analyzer
 
 from dspark_trt.building.build import build
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.server.options import ServeOptions, with_ports
 from dspark_trt.server.server_tree import find_server
 from dspark_trt.server.supervisor import TritonServer
-from dspark_trt.serving.options import ServeOptions, with_ports
 from tests.support.triton_clients import generate
 from tests.triton.conftest import InProcess
 

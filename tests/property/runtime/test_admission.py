@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, SchedulerConfig
+from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler
 
 GAMMA = 4
 LOGITS = st.sampled_from([-5.0, -1.0, 0.5, 5.0, 5.0, float("nan"), float("inf")])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from tests.support.toy_engines import (
     FLAT,

@@ -17,7 +17,7 @@ import pytest
 
 from dspark_trt.building.manifest import read_manifest
 from dspark_trt.commands.inspect import inspect_build
-from dspark_trt.engines.open import EngineSettings, GpuIdentity
+from dspark_trt.engines.settings import EngineSettings, GpuIdentity
 from tests.support.cuda_driver.build import build_driver, open_first
 from tests.support.factories import write_drafter, write_target
 
@@ -72,7 +72,7 @@ def machine(driver: Path) -> Machine:
 def test_what_is_missing_is_exit_code_3_and_one_line_before_anything_is_made(
     machine: Machine, pair: list[str], tmp_path: Path, gpu: str | None, options: list[str], messages: list[str]
 ) -> None:
-    without_cuda = "from dspark_trt import environment; environment.torch_versions = lambda: ('2.13.0+cpu', None); "
+    without_cuda = "from dspark_trt.machine import packages; packages.torch_versions = lambda: ('2.13.0+cpu', None); "
     result = machine.run(
         "build", *pair, "--output", str(tmp_path / "out"), *options, gpu=gpu, before=NO_TENSORRT + without_cuda
     )

@@ -13,9 +13,9 @@ from dspark_trt.building.build import build
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.cli import app
 from dspark_trt.commands.generate import generate
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment, load_deployment
 from dspark_trt.errors import RequestError
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from tests.support.factories import write_drafter, write_target
 
 PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7], [40, 41, 42, 43]]

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from dspark_trt.engines import open as registry
-from dspark_trt.engines.open import EngineSettings, GpuIdentity, check_device, open_engines
+from dspark_trt.engines.open import check_device, open_engines
+from dspark_trt.engines.settings import EngineSettings, GpuIdentity
 from dspark_trt.errors import EnvironmentMissingError, ManifestError
 from dspark_trt.machine.gpu import Gpu, NoGpu
 from dspark_trt.server.serve import ServeOptions, serve

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from dspark_trt_plugins.prefix_select.reference import best_budget, early_stop, lagged_budget, survival
 
-from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, SchedulerConfig
+from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler
 
 GAMMA = 7
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, TargetBatch
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.loop import ENGINE_FAILED, DecodingLoop
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.runtime.verification import level_down
 from tests.support.toy_engines import (

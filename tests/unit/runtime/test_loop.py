@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.errors import CapacityError, RecipeError, RequestError
 from dspark_trt.runtime.loop import DecodingLoop
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from tests.support.runtime_reference import next_token_probs
 from tests.support.toy_engines import (

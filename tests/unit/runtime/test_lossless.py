@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime import prefix_scheduler
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.steptable.table import StepTable
 from tests.support.lossless import assert_lossless

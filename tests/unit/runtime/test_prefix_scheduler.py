@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.prefix_scheduler import (
     Offer,
     PrefixScheduler,
-    SchedulerConfig,
-    SchedulerMode,
     admission_order,
     best_count,
     calibrated_confidence,

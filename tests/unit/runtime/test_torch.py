@@ -12,10 +12,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, IngestBatch, SelectedOutput, TargetBatch, TargetOutput
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime import arrays
 from dspark_trt.runtime.acceptance import accept
 from dspark_trt.runtime.drafting import DraftBlock
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.runtime.state import new_state
 from dspark_trt.runtime.verification import Segment

@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from dspark_trt.engines.open import EngineSettings
+from dspark_trt.engines.settings import EngineSettings
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, ManifestError, RecipeError
 from dspark_trt.packaging.model_repo import write_model_repo
 from dspark_trt.server import server_tree, tool_cache
+from dspark_trt.server.options import ServeOptions, with_ports
 from dspark_trt.server.serve import serve
 from dspark_trt.server.server_tree import ServerTree
 from dspark_trt.server.supervisor import TritonServer
-from dspark_trt.serving.options import ServeOptions, with_ports
 
 # Answers like tritonserver; leaves a backend process that ignores SIGINT, and shared memory, behind.
 STAND_IN = """\

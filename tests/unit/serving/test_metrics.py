@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.scheduler import SchedulerConfig, parse_scheduler
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.loop import DecodingLoop
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
-from dspark_trt.serving.engine_model import parse_scheduler
 from dspark_trt.serving.metrics import ServingMetrics
 from tests.support.toy_engines import ToyDrafter, ToyLanguage, ToyTarget, make_loop
 

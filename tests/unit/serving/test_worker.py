@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.loop import DecodingLoop
-from dspark_trt.runtime.prefix_scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.serving.adapter import EngineRequest, ResponseWriter, StopCommand
 from dspark_trt.serving.failures import Failure

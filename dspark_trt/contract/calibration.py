@@ -1,0 +1,69 @@
+"""How raw confidence logits become probabilities: one straight line per slot and sampling regime, which keeps their order.
+
+Source: paper section 3.2.1 (Sequential Temperature Scaling: slope 1 / T_j, offset 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.errors import RecipeError
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotCalibration:
+    """confidence of slot j = sigmoid(slopes[j] * logit + offsets[j])."""
+
+    slopes: tuple[float, ...]  # [G], > 0
+    offsets: tuple[float, ...]  # [G]
+
+    def __post_init__(self) -> None:
+        """Raises RecipeError when a number is not usable."""
+        slopes, offsets = np.asarray(self.slopes), np.asarray(self.offsets)
+        if slopes.shape != offsets.shape or not (np.isfinite(slopes) & np.isfinite(offsets) & (slopes > 0)).all():
+            raise RecipeError(
+                f"calibration: expected one finite slope > 0 and one finite offset a slot, found slopes {list(self.slopes)}, "
+                f"offsets {list(self.offsets)}; run `dspark-trt calibrate` again"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """The lines of greedy requests and of those that sample: their confidences mean different acceptance."""
+
+    greedy: SlotCalibration
+    sampled: SlotCalibration
+
+    @classmethod
+    def from_temperatures(cls, temperatures: Sequence[float]) -> Calibration:
+        """Plain STS: T_j of each slot, for every regime; all 1 is neutral. Raises RecipeError."""
+        if not all(np.isfinite(temperatures)) or min(temperatures, default=1.0) <= 0:
+            raise RecipeError(f"confidence temperatures: expected finite numbers > 0, found {list(temperatures)}")
+        line = SlotCalibration(tuple(1.0 / each for each in temperatures), (0.0,) * len(temperatures))
+        return cls(greedy=line, sampled=line)
+
+    @property
+    def gamma(self) -> int:
+        return len(self.greedy.slopes)
+
+    def confidence(self, confidence_logits: NDArray[np.float32], is_greedy: NDArray[np.bool_]) -> Floats:
+        """Calibrated confidences [R, n] of the first n slots; 0 where a logit is not finite. is_greedy [R]."""
+        num_slots = confidence_logits.shape[1]
+        logits = confidence_logits.astype(np.float64)
+        is_finite = np.isfinite(logits)
+        slopes, offsets = (
+            np.where(is_greedy[:, None], np.asarray(greedy)[None, :num_slots], np.asarray(sampled)[None, :num_slots])
+            for greedy, sampled in (
+                (self.greedy.slopes, self.sampled.slopes),
+                (self.greedy.offsets, self.sampled.offsets),
+            )
+        )
+        scaled = slopes * np.where(is_finite, logits, 0.0) + offsets
+        confidence: Floats = np.where(is_finite, np.tanh(0.5 * scaled) * 0.5 + 0.5, 0.0)
+        return confidence
