@@ -24,7 +24,7 @@ from dspark_trt.runtime.drafting import DraftBlock, PendingTaps, draft_batch, dr
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
 from dspark_trt.runtime.slots import RowMove
-from dspark_trt.runtime.state import Phase, RequestState
+from dspark_trt.runtime.state import RequestState
 from dspark_trt.runtime.verification import Segment, StepPlan, check_selection, num_selected, pack
 
 logger = logging.getLogger(__name__)
@@ -134,9 +134,7 @@ class EngineCalls:
             state, num_positions = segment.state, result.num_committed(segment)
             self.target_cache.commit(state.row, num_positions)
             if segment.is_prefill:
-                state.num_prefilled += num_positions
-                if state.num_unfilled == 0:
-                    state.phase = Phase.DECODE
+                state.commit_prompt(num_positions)
 
     def move_row(self, move: RowMove[RequestState]) -> None:
         """Copy the live positions of both caches to another row. The lengths follow even if the copy fails."""

@@ -17,13 +17,14 @@ from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock
-from dspark_trt.runtime.emission import Decode, Emission, emit_end, emit_result
+from dspark_trt.runtime.emission import Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
 from dspark_trt.runtime.prefix_scheduler import PrefixScheduler
 from dspark_trt.runtime.request import GenerationRequest, validate
 from dspark_trt.runtime.slots import Slots
 from dspark_trt.runtime.state import Phase, RequestState, new_state
+from dspark_trt.runtime.text_stream import Decode
 from dspark_trt.runtime.verification import Segment, StepPlan, offer_drafts, plan_step, select_batch
 from dspark_trt.steptable.table import StepTable
 
@@ -172,10 +173,9 @@ class DecodingLoop:
             state = self._queue.popleft()
             for other in self._slots.occupants:
                 if other.key == state.key:
-                    state.has_twin = other.has_twin = True  # for good: what one has drawn, the other will draw
+                    state.share_key()
+                    other.share_key()
             self._slots.occupy(state)
-            state.phase = Phase.PREFILL
-            state.statistics.queue_ms = state.elapsed_ms()
 
     def _plan(self) -> StepPlan:
         """What this step may do at most, from the past alone.
@@ -227,8 +227,7 @@ class DecodingLoop:
     def _end(self, state: RequestState, emission: Emission) -> None:
         """Hand out the last emission of a request. Its row is freed by `_vacate`."""
         assert emission.finish_reason is not None, "the last emission says why"
-        state.phase = Phase.FINISHED
-        state.statistics.total_ms = state.elapsed_ms()
+        state.finish()
         del self._states[state.request.request_id]
         self._emissions.append(emission)
         self.totals.num_finished[emission.finish_reason] += 1

@@ -14,8 +14,17 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Occupant(Protocol):
-    row: int
-    generation: int
+    """What a row can hold. Both numbers are written by its own methods."""
+
+    @property
+    def row(self) -> int: ...
+
+    @property
+    def generation(self) -> int: ...
+
+    def occupy(self, row: int, generation: int) -> None: ...
+
+    def move_to(self, row: int) -> None: ...
 
 
 OccupantT = TypeVar("OccupantT", bound=Occupant)
@@ -47,8 +56,7 @@ class Slots(Generic[OccupantT]):
     def occupy(self, occupant: OccupantT) -> None:
         """Give `occupant` the first free row and a fresh generation."""
         assert self.num_free > 0, "no free row: admission must ask num_free first"
-        occupant.row = len(self.occupants)
-        occupant.generation = self._next_generation
+        occupant.occupy(len(self.occupants), self._next_generation)
         self._next_generation += 1
         self.occupants.append(occupant)
 
@@ -56,13 +64,13 @@ class Slots(Generic[OccupantT]):
         """Free the row of `occupant`. The caller carries out the move, if one is returned."""
         hole = occupant.row
         assert self.occupants[hole] is occupant, f"row {hole} belongs to another request"
-        occupant.row = NO_ROW
+        occupant.move_to(NO_ROW)
         last = self.occupants.pop()
         if last is occupant:
             return None
-        move = RowMove(source=last.row, destination=hole, occupant=last)
+        move = RowMove(source=len(self.occupants), destination=hole, occupant=last)
         self.occupants[hole] = last
-        last.row = hole
+        last.move_to(hole)
         return move
 
     def check_integrity(self) -> None:

@@ -16,12 +16,12 @@ from enum import Enum, auto
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.runtime.emission import Decode, TextStream
 from dspark_trt.runtime.metrics import RequestStatistics
 from dspark_trt.runtime.request import MAX_SEED, GenerationRequest, SamplingParams
 from dspark_trt.runtime.rng import RngKey, random_words, request_key
 from dspark_trt.runtime.sampling import LogitProcessors
 from dspark_trt.runtime.slots import NO_ROW
+from dspark_trt.runtime.text_stream import Decode, TextStream
 
 
 class Phase(Enum):
@@ -33,7 +33,7 @@ class Phase(Enum):
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """Everything the loop knows about one request, apart from its KV rows."""
+    """Everything the loop knows about one request, apart from its KV rows. Only its own methods write to it."""
 
     request: GenerationRequest
     params: SamplingParams  # max_tokens cut to what the row can hold
@@ -47,7 +47,7 @@ class RequestState:
     phase: Phase = Phase.QUEUED
     row: int = NO_ROW
     generation: int = -1
-    has_twin: bool = False  # has been live together with a request of the same random key
+    has_equal_key: bool = False  # has been live together with a request of the same random key
     num_prefilled: int = 0
     step_index: int = 0  # 0: the first token; then one for every verification step
     anchor_id: int = -1  # the last token; its K/V come with the next step
@@ -74,6 +74,41 @@ class RequestState:
         """Whether a later step may draft for this request; once false, it stays so and its taps are not needed."""
         num_drawn_without_drafts = 0 if self.num_generated else 1  # the first token comes from the prompt
         return self.request.max_verify_len != 0 and self.num_remaining - num_drawn_without_drafts >= 2
+
+    def occupy(self, row: int, generation: int) -> None:
+        """The request got a KV row: its prompt is read from now on."""
+        self.row, self.generation = row, generation
+        self.phase = Phase.PREFILL
+        self.statistics.queue_ms = self.elapsed_ms()
+
+    def move_to(self, row: int) -> None:
+        """The request lives in another row now, or in none (NO_ROW)."""
+        self.row = row
+
+    def share_key(self) -> None:
+        """Another live request has the same random key. For good: what one has drawn, the other will draw."""
+        self.has_equal_key = True
+
+    def commit_prompt(self, num_tokens: int) -> None:
+        """Prompt tokens were read."""
+        self.num_prefilled += num_tokens
+        if self.num_unfilled == 0:
+            self.phase = Phase.DECODE
+
+    def push_token(self, token_id: int) -> None:
+        """A token was generated: it is the anchor of the next step."""
+        self.statistics.num_generated_tokens += 1
+        self.anchor_id = token_id
+
+    def next_step(self) -> None:
+        """A step gave tokens: the next one draws other random words."""
+        if self.step_index == 0:
+            self.statistics.first_token_ms = self.elapsed_ms()
+        self.step_index += 1
+
+    def finish(self) -> None:
+        self.phase = Phase.FINISHED
+        self.statistics.total_ms = self.elapsed_ms()
 
     def draw_words(self, num_slots: int) -> None:
         """Draw the randomness of this step, once: slots 1 .. num_slots, every purpose."""

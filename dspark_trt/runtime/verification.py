@@ -124,7 +124,7 @@ def offer_drafts(plan: StepPlan, table: StepTable | None, num_usable: NDArray[np
         rows=np.array([state.row for state in drafting], dtype=np.int64),
         generations=np.array([state.generation for state in drafting], dtype=np.int64),
         caps=caps,
-        is_forced=np.array([state.has_twin for state in drafting], dtype=np.bool_),
+        is_forced=np.array([state.has_equal_key for state in drafting], dtype=np.bool_),
         num_requests=len(plan.decode),
         step_ms=None if table is None else step_ms(plan, table, int(caps.sum())),
     )
@@ -176,7 +176,7 @@ def select_batch(plan: StepPlan, num_admitted: int, temperatures: NDArray[np.flo
     return SelectBatch(
         num_admitted=num_admitted,
         caps=plan.caps,
-        is_forced=np.array([state.has_twin for state in plan.decode], dtype=np.bool_),
+        is_forced=np.array([state.has_equal_key for state in plan.decode], dtype=np.bool_),
         temperatures=temperatures.astype(np.float32),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dspark_trt.runtime.emission import Detokenizer, TextStream
+from dspark_trt.runtime.text_stream import Detokenizer, TextStream
 
 SETTINGS = settings(max_examples=300, derandomize=True, deadline=None)
 

@@ -14,6 +14,12 @@ class Occupant:
     row: int = NO_ROW
     generation: int = -1
 
+    def occupy(self, row: int, generation: int) -> None:
+        self.row, self.generation = row, generation
+
+    def move_to(self, row: int) -> None:
+        self.row = row
+
 
 def occupied(count: int, num_rows: int = 4) -> tuple[Slots[Occupant], list[Occupant]]:
     slots: Slots[Occupant] = Slots(num_rows)

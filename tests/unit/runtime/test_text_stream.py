@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from dspark_trt.runtime.emission import Detokenizer, TextStream
+from dspark_trt.runtime.text_stream import Detokenizer, TextStream
 
 
 def bytes_decode(ids: Sequence[int]) -> str:
