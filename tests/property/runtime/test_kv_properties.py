@@ -26,6 +26,12 @@ class Sequence:
         self.generation = -1
         self.tokens: list[int] = []
 
+    def occupy(self, row: int, generation: int) -> None:
+        self.row, self.generation = row, generation
+
+    def move_to(self, row: int) -> None:
+        self.row = row
+
 
 class CacheMachine(RuleBasedStateMachine):
     """A memory of ints is written and moved as an engine would, guided by CacheLengths and Slots alone."""
