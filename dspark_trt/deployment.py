@@ -12,10 +12,11 @@ from dspark_trt.building.manifest import check_outputs
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
+from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
-from dspark_trt.runtime.loop import DecodingLoop
+from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from dspark_trt.runtime.request import SamplingParams
 from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec
@@ -32,7 +33,7 @@ class Deployment:
     drafter: DraftEngine
     step: StepEngine | None
     step_table: StepTable
-    temperatures: tuple[float, ...]  # [G], STS (paper section 3.2.1)
+    calibration: Calibration
     codec: TextCodec
 
     def make_loop(
@@ -41,6 +42,7 @@ class Deployment:
         *,
         target: TargetEngine | None = None,
         drafter: DraftEngine | None = None,
+        on_verified: OnVerified | None = None,
     ) -> DecodingLoop:
         """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace), which then see every call."""
         is_wrapped = target is not None or drafter is not None
@@ -49,10 +51,11 @@ class Deployment:
             drafter=drafter or self.drafter,
             step_engine=None if is_wrapped else self.step,
             step_table=self.step_table,
-            temperatures=self.temperatures,
+            calibration=self.calibration,
             eos_token_ids=self.target_spec.eos_token_ids,
             decode=self.codec.decode,
             scheduler=scheduler,
+            on_verified=on_verified,
         )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
@@ -82,6 +85,8 @@ def load_deployment(folder: Path) -> Deployment:
         drafter=engines.drafter,
         step=engines.step,
         step_table=StepTable.load(folder / "steptable" / "step_table.json"),
-        temperatures=tuple(json.loads((folder / "calibration" / "temperatures.json").read_text())["temperatures"]),
+        calibration=Calibration.from_temperatures(
+            json.loads((folder / "calibration" / "temperatures.json").read_text())["temperatures"]
+        ),
         codec=TextCodec.load(checkpoints / "tokenizer"),
     )

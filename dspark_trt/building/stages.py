@@ -135,6 +135,7 @@ def _make_steptable(context: Context, folder: Path, progress: StageProgress) -> 
         progress=progress,
         synchronize=engines.synchronize,
         num_warm_ups=NUM_WARM_UPS_ON_A_DEVICE if context.is_on_device else 1,
+        is_padded=context.is_on_device,
     )
     table.save(folder / "step_table.json")
 

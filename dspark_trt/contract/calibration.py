@@ -15,6 +15,8 @@ from dspark_trt.errors import RecipeError
 
 Floats = NDArray[np.float64]
 
+UNKNOWN_CONFIDENCE = 0.7  # of a drafter that nothing has been measured of
+
 
 @dataclass(frozen=True, slots=True)
 class SlotCalibration:
@@ -39,6 +41,13 @@ class Calibration:
 
     greedy: SlotCalibration
     sampled: SlotCalibration
+    survival: tuple[float, ...] = ()  # [G] mean survival of slot j where it was measured; (): not measured
+
+    @property
+    def expected_survival(self) -> Floats:
+        """Mean survival of each slot before anything of a request is known, [G]."""
+        guess = tuple(UNKNOWN_CONFIDENCE**slot for slot in range(1, self.gamma + 1))
+        return np.array(self.survival or guess, dtype=np.float64)
 
     @classmethod
     def from_temperatures(cls, temperatures: Sequence[float]) -> Calibration:
@@ -52,8 +61,13 @@ class Calibration:
     def gamma(self) -> int:
         return len(self.greedy.slopes)
 
-    def confidence(self, confidence_logits: NDArray[np.float32], is_greedy: NDArray[np.bool_]) -> Floats:
-        """Calibrated confidences [R, n] of the first n slots; 0 where a logit is not finite. is_greedy [R]."""
+    def confidence(
+        self, confidence_logits: NDArray[np.float32], is_greedy: NDArray[np.bool_], shifts: Floats | None = None
+    ) -> Floats:
+        """Calibrated confidences [R, n] of the first n slots; 0 where a logit is not finite. is_greedy [R].
+
+        shifts [2, G]: added to the offsets of greedy and of sampling requests, learned while serving.
+        """
         num_slots = confidence_logits.shape[1]
         logits = confidence_logits.astype(np.float64)
         is_finite = np.isfinite(logits)
@@ -65,5 +79,7 @@ class Calibration:
             )
         )
         scaled = slopes * np.where(is_finite, logits, 0.0) + offsets
+        if shifts is not None:
+            scaled += shifts[np.where(is_greedy, 0, 1), :num_slots]
         confidence: Floats = np.where(is_finite, np.tanh(0.5 * scaled) * 0.5 + 0.5, 0.0)
         return confidence

@@ -14,6 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 Array = Any  # an array of the engine's library (array API); numpy on CPU
 
 
@@ -61,22 +64,26 @@ class IngestBatch:
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """One draft block for each of R requests (paper section 3.1)."""
+    """One draft block of n <= gamma slots for each of R requests (paper section 3.1)."""
 
     rows: Array  # [R] int64, no row twice
     anchor_ids: Array  # [R] int64
     past_lengths: Array  # [R] int64, context positions = position of the anchor
     temperatures: Array  # [R] float32, 0 = argmax
-    uniforms: Array  # [R, G] float32 in [0, 1)
+    uniforms: Array  # [R, n] float32 in [0, 1)
+    wants_logits: bool = True  # whether somebody reads draft_logits: not where every draft is an argmax
 
 
 @dataclass(frozen=True, slots=True)
 class DraftOutput:
     """Valid until the next call of the engine."""
 
-    draft_ids: Array  # [R, G] int64, always in [0, V)
-    draft_logits: Array  # [R, G, V] float32, finite: exactly what was drawn from, before the temperature
-    confidence_logits: Array | None  # [R, G] float32; None when the drafter has no confidence head
+    draft_ids: Array  # [R, n] int64 target ids, always in [0, V)
+    draft_logits: (
+        Array | None
+    )  # [R, n, W] float32 over the draft vocabulary, finite: exactly what was drawn from, before the
+    # temperature; None where nobody wants them
+    confidence_logits: Array  # [R, n] float32, of the confidence head; without one, the margin of the draft logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +96,15 @@ class SelectBatch:
     num_admitted: int  # K: so many drafts are admitted besides the forced ones, or all that are offered
     caps: Array  # [R] int64 drafts verified at most; 0: does not draft
     is_forced: Array  # [R] bool, verified at its cap
-    temperatures: Array  # [G] float32, STS (paper section 3.2.1)
+    temperatures: Array  # [n] float32, STS (paper section 3.2.1)
 
 
 @dataclass(frozen=True, slots=True)
 class HostDrafts:
     """What the host has to know of a block that was selected on the device; numpy arrays."""
 
-    draft_ids: Array  # [R_d, G] int64 of the requests that drafted
-    confidence_logits: Array | None  # [R_d, G] float32
+    draft_ids: Array  # [R_d, n] int64 of the requests that drafted
+    confidence_logits: Array  # [R_d, n] float32
     verify_lens: Array  # [R] int64 of all requests that decode
 
 
@@ -106,7 +113,7 @@ class SelectedOutput:
     """A draft block and its verification. Device arrays are valid until the next call of the engines."""
 
     wait: Callable[[], HostDrafts]  # waits for the draft and its selection, not for the verification
-    draft_logits: Array  # [R_d, G, V] float32
+    draft_logits: Array | None  # [R_d, n, W] float32
     target: TargetOutput  # logits of every decode token, then those asked for of the prefill chunks
 
 
@@ -138,9 +145,16 @@ class DraftEngine(Protocol):
     @property
     def gamma(self) -> int: ...
 
+    @property
+    def draft_vocab(self) -> NDArray[np.int64] | None:
+        """Target ids of the columns of draft_logits, ascending, [W]; None: every id."""
+        ...
+
     def ingest(self, batch: IngestBatch) -> None: ...
 
-    def draft(self, batch: DraftBatch) -> DraftOutput: ...
+    def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
+        """A draft block, after `ingest` where there is one: in one call of the backend where it can."""
+        ...
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None: ...
 

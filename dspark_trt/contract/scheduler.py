@@ -10,16 +10,17 @@ from typing import Literal, get_args
 
 from dspark_trt.errors import RecipeError
 
-SchedulerMode = Literal["off", "fixed", "threshold", "early_stop", "lagged_budget"]
+SchedulerMode = Literal["off", "fixed", "threshold", "early_stop", "lagged_budget", "auto"]
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """The way verify lengths are chosen; fixed for the life of a loop."""
 
-    mode: SchedulerMode = "early_stop"
+    mode: SchedulerMode = "auto"
     verify_len: int | None = None  # fixed: drafts of every step; None: gamma
     threshold: float | None = None  # threshold: a draft of lower confidence, and all behind it, is cut
+    corrects: bool = True  # prices and confidences follow what is seen while serving
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(SchedulerMode):
@@ -40,7 +41,7 @@ class SchedulerConfig:
     @property
     def is_adaptive(self) -> bool:
         """Whether the mode needs a step table."""
-        return self.mode in ("early_stop", "lagged_budget")
+        return self.mode in ("early_stop", "lagged_budget", "auto")
 
     def max_verify_len(self, gamma: int) -> int:
         """The longest prefix this mode ever verifies; 0: nothing needs to be drafted."""

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
@@ -202,12 +204,20 @@ class ReferenceDraftEngine(_Engine):
                     part = slice(segment.begin, segment.end)
                     self._cache.write(layer, segment.row, segment.past, keys[part], values[part])
 
-    def draft(self, batch: DraftBatch) -> DraftOutput:
+    @property
+    def draft_vocab(self) -> NDArray[np.int64] | None:
+        return None
+
+    def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
         """One block per request; every slot sees the whole context and the whole block."""
+        if ingest is not None:
+            self.ingest(ingest)
+        num_slots = batch.uniforms.shape[1]
         with torch.no_grad():
             anchor_ids = self._tensor(batch.anchor_ids, torch.int64)
             rows, past = self._integers(batch.rows), self._integers(batch.past_lengths)
-            hidden = torch.stack([self._backbone(*block) for block in zip(anchor_ids, rows, past, strict=True)])
+            blocks = zip(anchor_ids, rows, past, strict=True)
+            hidden = torch.stack([self._backbone(*block, num_slots) for block in blocks])
             draft_ids, draft_logits, confidence_logits = self._heads.draft(
                 hidden @ self._head.T,
                 hidden,
@@ -215,17 +225,16 @@ class ReferenceDraftEngine(_Engine):
                 self._tensor(batch.temperatures, torch.float32),
                 self._tensor(batch.uniforms, torch.float32),
             )
-            return DraftOutput(
-                self._output(draft_ids),
-                self._output(draft_logits),
-                None if confidence_logits is None else self._output(confidence_logits),
-            )
+            if confidence_logits is None:
+                first, second = draft_logits.topk(2).values.unbind(-1)
+                confidence_logits = first - second
+            return DraftOutput(self._output(draft_ids), self._output(draft_logits), self._output(confidence_logits))
 
-    def _backbone(self, anchor_id: torch.Tensor, row: int, past: int) -> torch.Tensor:
-        """h of every slot after the final norm, [G, D]."""
-        masks = anchor_id.new_full((self.gamma - 1,), self._spec.mask_token_id)
+    def _backbone(self, anchor_id: torch.Tensor, row: int, past: int, num_slots: int) -> torch.Tensor:
+        """h of every slot after the final norm, [n, D]."""
+        masks = anchor_id.new_full((num_slots - 1,), self._spec.mask_token_id)
         x = self._embedding[torch.cat([anchor_id[None], masks])]
-        positions = torch.arange(past, past + self.gamma, device=self._device)
+        positions = torch.arange(past, past + num_slots, device=self._device)
         for layer in range(self._decoder.spec.num_layers):
             normed = self._decoder.norm(f"layers.{layer}.input_layernorm", x)
             keys, values = self._decoder.key_value(layer, normed, positions)

@@ -19,17 +19,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from array_api_compat import array_namespace, device
+from array_api_compat import array_namespace
 
 from dspark_trt.errors import RequestError
-from dspark_trt.runtime.arrays import index_array, take_rows, to_host
-from dspark_trt.runtime.drafting import DraftBlock, PendingTaps
+from dspark_trt.runtime.arrays import argmax_rows, index_array, take_rows, to_host
+from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.rng import Purpose, uniforms
-from dspark_trt.runtime.sampling import TopLogProbs, draw, log_probs, residual_weights, target_probs
-from dspark_trt.runtime.state import Phase
+from dspark_trt.runtime.sampling import (
+    RESIDUAL_MASS_EPSILON,
+    TopLogProbs,
+    draw,
+    is_greedy,
+    log_probs,
+    residual_weights,
+    target_probs,
+)
 from dspark_trt.runtime.verification import Segment
 
 Array = Any  # of the engine's library
+
+NOT_FINITE = "the target's logits are not finite at this position; the request cannot go on"
 
 
 @dataclass(slots=True)
@@ -80,6 +89,19 @@ class _Trial:
     def uniform(self, slot: int, purpose: Purpose) -> float:
         return float(uniforms(self.segment.state.words[slot, purpose]))
 
+    @property
+    def is_plain_argmax(self) -> bool:
+        state = self.segment.state
+        return is_greedy(state.params.temperature) and not state.processors.has_edits
+
+    def push_argmax(self, token_id: int, logits: Array, slot: int) -> bool:
+        """Push the token of this slot; whether it was drafted and the next slot follows."""
+        self.push(token_id, logits, slot)
+        if not self.has_draft(slot) or self.segment.draft_ids[slot] != token_id:
+            return False
+        self.result.num_accepted_drafts += 1
+        return token_id not in self.segment.state.ending_ids
+
     def push(self, token_id: int, logits: Array, slot: int) -> None:
         state = self.segment.state
         state.processors.push(token_id)
@@ -93,6 +115,29 @@ class _Trial:
 
 def _decide_slot(slot: int, inside: list[_Trial], logits: Array, block: DraftBlock | None) -> list[_Trial]:
     """Slot `slot` + 1 of the requests `inside`; returns those that go on to the next one."""
+    plain = [trial for trial in inside if trial.is_plain_argmax]
+    others = [trial for trial in inside if not trial.is_plain_argmax] if len(plain) < len(inside) else []
+    return _decide_argmax(slot, plain, logits) + _decide_draws(slot, others, logits, block)
+
+
+def _decide_argmax(slot: int, inside: list[_Trial], logits: Array) -> list[_Trial]:
+    """Greedy requests whose logits nobody edits: a draft is accepted iff it is the argmax, which is the token anyway."""
+    if not inside:
+        return []
+    rows = [trial.logit_row(slot) for trial in inside]
+    token_ids, is_finite = argmax_rows(logits, rows)
+    going_on = []
+    for trial, token_id, finite in zip(inside, token_ids, is_finite, strict=True):
+        if not finite:
+            trial.result.error = NOT_FINITE
+        elif trial.push_argmax(token_id, logits, slot):
+            going_on.append(trial)
+    return going_on
+
+
+def _decide_draws(slot: int, inside: list[_Trial], logits: Array, block: DraftBlock | None) -> list[_Trial]:
+    if not inside:
+        return []
     inside, rows = _next_token_logits(slot, inside, logits)
     if not inside:
         return []
@@ -123,7 +168,7 @@ def _next_token_logits(slot: int, inside: list[_Trial], logits: Array) -> tuple[
     for at, is_finite in enumerate(to_host(xp.all(xp.isfinite(rows), axis=-1)).tolist()):
         state = inside[at].segment.state
         if not is_finite:
-            inside[at].result.error = "the target's logits are not finite at this position; the request cannot go on"
+            inside[at].result.error = NOT_FINITE
             continue
         try:
             if state.processors.has_edits:
@@ -142,41 +187,41 @@ def _test_drafts(slot: int, inside: list[_Trial], probs: Array, block: DraftBloc
 
     The rows of `probs` (p_t) that belong to a rejection are replaced by the residual, in place.
     A draft that its own p_d excludes, or whose p_d is NaN, comes from a drafter out of order: it counts as not proposed,
-    and the token is drawn from p_t.
+    and the token is drawn from p_t. An argmax draft has p_d = 1.
     """
     tested = [at for at, trial in enumerate(inside) if trial.has_draft(slot)]
     if not tested:
         return set(), set()
     assert block is not None, "drafts come with their block"
-    xp = array_namespace(probs)
+    block_rows = [inside[at].segment.block_row for at in tested]
     draft_ids = [inside[at].segment.draft_ids[slot] for at in tested]
-    draft_probs = block.draft_probs(slot, [inside[at].segment.block_row for at in tested])
+    is_drawn = block.temperatures[block_rows] > 0.0
     index = index_array([tested, draft_ids], probs)
-    p_d_of_drafts = draft_probs[xp.arange(len(tested), device=device(probs)), index[1]]
-    p_d, p_t = to_host(xp.stack([p_d_of_drafts, probs[index[0], index[1]]]))
+    found = probs[index[0], index[1]]  # p_t of every tested draft, then p_d of those that were drawn
+    drawn = np.flatnonzero(is_drawn).tolist()
+    if drawn:
+        drawn_rows = [block_rows[at] for at in drawn]
+        draft_probs = block.draft_probs(slot, drawn_rows)
+        found = array_namespace(probs).concat([found, block.prob_of_drafts(slot, drawn_rows, draft_probs)])
+    on_host = to_host(found)
+    p_t, p_d = on_host[: len(tested)], np.ones(len(tested), dtype=on_host.dtype)
+    p_d[drawn] = on_host[len(tested) :]
     tests = np.array([inside[at].uniform(slot, Purpose.ACCEPT) for at in tested])
     is_proposed = p_d > 0
     is_accepted = is_proposed & (tests * p_d < p_t)
-    rejections = np.flatnonzero(is_proposed & ~is_accepted).tolist()
-    rejected = [tested[index] for index in rejections]
-    if rejected:
-        index = index_array([rejected, rejections], probs)
-        probs[index[0], :] = residual_weights(probs[index[0], :], draft_probs[index[1], :])
-    return {tested[index] for index in np.flatnonzero(is_accepted).tolist()}, set(rejected)
-
-
-def pending_taps(segments: Sequence[Segment], results: Sequence[Acceptance], taps: Array) -> PendingTaps | None:
-    """A copy of the taps [T, M*D] at the positions that were just committed, for the requests that go on drafting."""
-    kept = [
-        (segment, result.num_committed(segment))
-        for segment, result in zip(segments, results, strict=True)
-        if segment.state.phase is not Phase.FINISHED and segment.state.may_draft
-    ]
-    if not kept:
-        return None
-    tokens = [np.arange(segment.first_token, segment.first_token + count) for segment, count in kept]
-    return PendingTaps(
-        states=[segment.state for segment, _ in kept],
-        num_positions=[count for _, count in kept],
-        taps=take_rows(taps, np.concatenate(tokens)),
-    )
+    is_rejected = is_proposed & ~is_accepted
+    rejected_draws = [(tested[at], order) for order, at in enumerate(drawn) if is_rejected[at]]
+    if rejected_draws:
+        index = index_array([list(pair) for pair in zip(*rejected_draws, strict=True)], probs)
+        vocabulary = None if block.vocabulary is None else block.vocabulary.ids
+        probs[index[0], :] = residual_weights(probs[index[0], :], draft_probs[index[1], :], vocabulary)
+    rejected_argmax = np.flatnonzero(is_rejected & ~is_drawn).tolist()
+    if rejected_argmax:
+        index = index_array([[tested[at] for at in rejected_argmax], [draft_ids[at] for at in rejected_argmax]], probs)
+        without = take_rows(probs, [tested[at] for at in rejected_argmax])
+        without[index_array(list(range(len(rejected_argmax))), without), index[1]] = 0.0
+        xp = array_namespace(probs)
+        has_mass = xp.sum(without, axis=-1, keepdims=True) > RESIDUAL_MASS_EPSILON
+        probs[index[0], :] = xp.where(has_mass, without, probs[index[0], :])
+    at_of = np.asarray(tested)
+    return set(at_of[is_accepted].tolist()), set(at_of[is_rejected].tolist())

@@ -51,3 +51,17 @@ def largest_above(values: Array, floor: Array) -> Array:
     if is_numpy_namespace(xp) and len(values) == 1:
         return np.sort(values[values > floor])[None, ::-1]
     return largest(values, int(xp.max(xp.count_nonzero(values > floor, axis=-1))))
+
+
+def argmax_rows(logits: Array, rows: Sequence[int]) -> tuple[list[int], list[bool]]:
+    """Index of the largest of some rows [A, V], the first on ties, and whether all of the row is finite.
+
+    A sum is finite only where every term is: float32 logits stay far below what would overflow it.
+    """
+    xp = array_namespace(logits)
+    if is_numpy_namespace(xp):
+        with np.errstate(invalid="ignore", over="ignore"):
+            return [int(logits[row].argmax()) for row in rows], [bool(np.isfinite(logits[row].sum())) for row in rows]
+    chosen = take_rows(logits, rows)
+    found = to_host(xp.stack([xp.argmax(chosen, axis=-1), xp.astype(xp.all(xp.isfinite(chosen), axis=-1), xp.int64)]))
+    return found[0].tolist(), (found[1] > 0).tolist()

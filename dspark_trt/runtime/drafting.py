@@ -1,6 +1,6 @@
-"""The drafter's two entry points: taps of committed positions go in, one draft block per request comes out.
+"""The drafter's block: one request for it, and what came of it.
 
-Shape letters: `R` requests that draft, `G` gamma, `V` vocabulary, `T` tokens, `M`*`D` tap width.
+Shape letters: `R` requests that draft, `n` slots drafted, `V` vocabulary, `W` draft vocabulary, `A` rows of the block.
 Source: paper section 3.1.
 """
 
@@ -14,55 +14,28 @@ import numpy as np
 from array_api_compat import array_namespace
 from numpy.typing import NDArray
 
-from dspark_trt.contract.protocol import DraftBatch, IngestBatch
+from dspark_trt.contract.protocol import DraftBatch
 from dspark_trt.runtime.arrays import index_array, take_rows, to_host
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.rng import Purpose, uniforms_float32
 from dspark_trt.runtime.sampling import is_greedy, softmax_weights
-from dspark_trt.runtime.state import Phase, RequestState
+from dspark_trt.runtime.state import RequestState
 
 Array = Any  # of the engine's library
 
 
-@dataclass(frozen=True, slots=True)
-class PendingTaps:
-    """Taps of positions that the last step committed and the drafter's context does not have yet."""
-
-    states: list[RequestState]
-    num_positions: list[int]  # of each state; sums to T
-    taps: Array  # [T, M*D], a copy: it outlives the target's buffer
-
-    def without_finished(self) -> PendingTaps:
-        """Drop the requests that have ended in between."""
-        is_kept = np.array([state.phase is not Phase.FINISHED for state in self.states])
-        if is_kept.all():
-            return self
-        return PendingTaps(
-            states=[state for state in self.states if state.phase is not Phase.FINISHED],
-            num_positions=[count for count, kept in zip(self.num_positions, is_kept, strict=True) if kept],
-            taps=take_rows(self.taps, np.flatnonzero(np.repeat(is_kept, self.num_positions))),
-        )
-
-
-def ingest_batch(pending: PendingTaps, context: CacheLengths) -> IngestBatch:
-    rows = np.array([state.row for state in pending.states], dtype=np.int64)
-    return IngestBatch(
-        taps=pending.taps,
-        rows=rows,
-        past_lengths=context.committed[rows],
-        query_lengths=np.array(pending.num_positions, dtype=np.int64),
-    )
-
-
-def draft_batch(states: Sequence[RequestState], context: CacheLengths, gamma: int) -> DraftBatch:
+def draft_batch(states: Sequence[RequestState], context: CacheLengths, num_slots: int) -> DraftBatch:
+    """One block of num_slots for each request. Only requests that sample need the logits that drafts are drawn from."""
     rows = np.array([state.row for state in states], dtype=np.int64)
-    words = np.stack([state.words[:gamma, Purpose.DRAFT] for state in states])
+    words = np.stack([state.words[:num_slots, Purpose.DRAFT] for state in states])
+    temperatures = np.array([_draft_temperature(state) for state in states], dtype=np.float32)
     return DraftBatch(
         rows=rows,
         anchor_ids=np.array([state.anchor_id for state in states], dtype=np.int64),
         past_lengths=context.committed[rows],
-        temperatures=np.array([_draft_temperature(state) for state in states], dtype=np.float32),
+        temperatures=temperatures,
         uniforms=uniforms_float32(words),
+        wants_logits=bool(temperatures.any()),
     )
 
 
@@ -72,48 +45,72 @@ def _draft_temperature(state: RequestState) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftVocabulary:
+    """Which target ids the columns of draft logits stand for."""
+
+    ids: NDArray[np.int64]  # [W], ascending
+    columns: NDArray[np.int64]  # [V], the column of a target id, -1: the drafter cannot propose it
+
+    @classmethod
+    def of(cls, ids: NDArray[np.int64] | None, vocab_size: int) -> DraftVocabulary | None:
+        """None: every id, column by column."""
+        if ids is None:
+            return None
+        columns = np.full(vocab_size, -1, dtype=np.int64)
+        columns[ids] = np.arange(len(ids))
+        return cls(ids, columns)
+
+
+@dataclass(frozen=True, slots=True)
 class DraftBlock:
     """The drafts of one step and the distributions they were drawn from."""
 
-    draft_ids: NDArray[np.int64]  # [R, G]
-    draft_logits: Array  # [R, G, V] float32, before the temperature
-    temperatures: list[float]  # [R], as they were drawn with; 0: argmax
-    confidence_logits: NDArray[np.float32] | None  # [R, G]
+    draft_ids: NDArray[np.int64]  # [R, n] target ids
+    draft_logits: Array | None  # [R, n, W] float32, before the temperature; None: every draft is an argmax
+    temperatures: NDArray[np.float32]  # [R], as they were drawn with; 0: argmax
+    confidence_logits: NDArray[np.float32]  # [R, n]
     num_usable: NDArray[np.int64]  # [R], drafts before the first id outside the vocabulary
+    vocabulary: DraftVocabulary | None = None
 
-    def draft_probs(self, slot: int, rows: list[int]) -> Array:
-        """p_d of slot `slot` + 1 for some rows of the block, [A, V]: what its draft was really drawn from.
+    def draft_probs(self, slot: int, rows: Sequence[int]) -> Array:
+        """p_d of slot `slot` + 1 for rows of the block that sample, [A, W]: what its draft was really drawn from.
 
-        Softmax of the draft logits, the point mass of the draft where it was an argmax. NaN where logits are not usable.
+        NaN where logits are not usable.
         """
-        xp = array_namespace(self.draft_logits)
-        temperatures = [self.temperatures[row] for row in rows]
-        greedy = [at for at, temperature in enumerate(temperatures) if temperature == 0.0]
+        assert self.draft_logits is not None, "requests that sample ask for their logits"
         logits = take_rows(self.draft_logits[:, slot, :], rows)
-        if len(greedy) == len(rows):
-            probs = xp.zeros_like(logits)
-        else:
-            with np.errstate(invalid="ignore", over="ignore"):
-                probs = softmax_weights(logits, temperatures)
-                probs /= xp.sum(probs, axis=-1, keepdims=True)
-        if greedy:
-            index = index_array([greedy, self.draft_ids[[rows[at] for at in greedy], slot].tolist()], probs)
-            if len(greedy) < len(rows):
-                probs[index[0], :] = 0.0
-            probs[index[0], index[1]] = 1.0
+        with np.errstate(invalid="ignore", over="ignore"):
+            probs = softmax_weights(logits, self.temperatures[list(rows)].tolist())
+            probs /= array_namespace(probs).sum(probs, axis=-1, keepdims=True)
         return probs
+
+    def prob_of_drafts(self, slot: int, rows: Sequence[int], draft_probs: Array) -> Array:
+        """p_d of the drafts of rows that sample, [A], from their draft_probs [A, W].
+
+        A draft outside the draft vocabulary comes from a drafter out of order: 0, as if it had not been proposed.
+        """
+        ids = self.draft_ids[list(rows), slot]
+        columns = ids if self.vocabulary is None else self.vocabulary.columns[ids]
+        index = index_array([list(range(len(rows))), columns.tolist()], draft_probs)
+        return array_namespace(draft_probs).where(index[1] >= 0, draft_probs[index[0], index[1]], 0.0)
 
 
 def draft_block(
-    batch: DraftBatch, draft_logits: Array, draft_ids: Array, confidence_logits: Array | None
+    batch: DraftBatch,
+    draft_logits: Array | None,
+    draft_ids: Array,
+    confidence_logits: Array,
+    vocabulary: DraftVocabulary | None,
+    vocab_size: int,
 ) -> DraftBlock:
     """The block of a call; waits for what the host has to know of it, ids and confidences."""
     host_ids = to_host(draft_ids)
-    is_token = (host_ids >= 0) & (host_ids < draft_logits.shape[-1])
+    is_token = (host_ids >= 0) & (host_ids < vocab_size)
     return DraftBlock(
         draft_ids=host_ids,
         draft_logits=draft_logits,
-        temperatures=batch.temperatures.tolist(),
-        confidence_logits=None if confidence_logits is None else to_host(confidence_logits),
+        temperatures=batch.temperatures,
+        confidence_logits=to_host(confidence_logits),
         num_usable=np.cumprod(is_token, axis=1, dtype=np.int64).sum(axis=1),
+        vocabulary=vocabulary,
     )

@@ -11,21 +11,32 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.contract.protocol import DraftBatch, DraftEngine, SelectBatch, StepEngine, TargetEngine, TargetOutput
+from dspark_trt.contract.protocol import (
+    DraftBatch,
+    DraftEngine,
+    IngestBatch,
+    SelectBatch,
+    StepEngine,
+    TargetEngine,
+    TargetOutput,
+)
 from dspark_trt.errors import CapacityError
-from dspark_trt.runtime.acceptance import Acceptance, pending_taps
+from dspark_trt.runtime.acceptance import Acceptance
 from dspark_trt.runtime.arrays import wait_for
-from dspark_trt.runtime.drafting import DraftBlock, PendingTaps, draft_batch, draft_block, ingest_batch
+from dspark_trt.runtime.drafting import DraftBlock, DraftVocabulary, draft_batch, draft_block
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
+from dspark_trt.runtime.pending_taps import PendingTaps
 from dspark_trt.runtime.slots import RowMove
 from dspark_trt.runtime.state import RequestState
-from dspark_trt.runtime.verification import Segment, StepPlan, check_selection, num_selected, pack
+from dspark_trt.runtime.step_plan import StepPlan
+from dspark_trt.runtime.verification import Segment, check_selection, num_selected, pack
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +47,14 @@ class EngineCallFailed(Exception):
     def __init__(self, states: Sequence[RequestState]) -> None:
         super().__init__(f"an engine call failed for {len(states)} requests")
         self.states = states
+
+
+@dataclass(frozen=True, slots=True)
+class _Ingest:
+    """One call of the drafter, and whose taps it takes."""
+
+    states: list[RequestState]
+    batch: IngestBatch
 
 
 class EngineCalls:
@@ -61,35 +80,41 @@ class EngineCalls:
         self.target_cache = CacheLengths(num_rows=limits.max_slots, capacity=limits.max_seq_len)
         self.context_cache = CacheLengths(num_rows=limits.max_slots, capacity=limits.max_seq_len)
         self.record = StepRecord()  # of the step that is running
-        self._pending: PendingTaps | None = None
+        self._pending = PendingTaps()
+        vocab = None if drafter is None else drafter.draft_vocab
+        self._draft_vocabulary = DraftVocabulary.of(vocab, target.vocab_size)
 
     def keep_taps(self, segments: Sequence[Segment], results: Sequence[Acceptance], output: TargetOutput) -> None:
-        """Copy the taps of what this step committed; the next step ingests them."""
-        if self.drafter is not None:
-            self._pending = pending_taps(segments, results, output.taps)
-
-    def ingest(self) -> None:
-        """Bring the drafter's context up to date with what the last step committed."""
-        pending, self._pending = self._pending, None
-        if pending is None or self.drafter is None or not (pending := pending.without_finished()).states:
+        """Copy the taps of what this step committed, for the requests that go on drafting."""
+        if self.drafter is None:
             return
-        batch = ingest_batch(pending, self.context_cache)
-        for state, num_positions in zip(pending.states, pending.num_positions, strict=True):
-            self.context_cache.reserve(state.row, num_positions)
-        with self._call("ingest_ms", pending.states):
-            self.drafter.ingest(batch)
-        for state, num_positions in zip(pending.states, pending.num_positions, strict=True):
-            self.context_cache.commit(state.row, num_positions)
+        self._pending.drop([segment.state for segment in segments if not segment.state.needs_taps])
+        committed = [
+            (segment.state, segment.first_token, result.num_committed(segment))
+            for segment, result in zip(segments, results, strict=True)
+            if segment.state.needs_taps
+        ]
+        self._pending.keep(committed, output.taps)
 
-    def draft(self, states: Sequence[RequestState]) -> DraftBlock | None:
-        """One draft block for each request, whose context holds everything up to the anchor; None without requests."""
+    def num_pending(self, states: Sequence[RequestState]) -> NDArray[np.int64]:
+        """Positions that the drafter's context lacks, of each request."""
+        return np.array([self._pending.num_positions(state) for state in states], dtype=np.int64)
+
+    def draft(self, states: Sequence[RequestState], num_slots: int) -> DraftBlock | None:
+        """One draft block for each request, after its context was brought up to the anchor; None without requests.
+
+        Taps of other requests that have waited too long are ingested, too.
+        """
+        ingest = self._ingest_all_but_last(states)
         if not states:
+            self._ingest(ingest)
             return None
         assert self.drafter is not None, "caps are 0 without a drafter"
-        batch = self._draft_batch(states)
-        with self._call("draft_ms", states):
-            output = self.drafter.draft(batch)
-            block = draft_block(batch, output.draft_logits, output.draft_ids, output.confidence_logits)
+        batch = self._draft_batch(states, num_slots)
+        involved = [*states, *(state for state in ingest.states if state not in states)] if ingest else states
+        with self._call("draft_ms", involved):
+            output = self.drafter.draft(batch, ingest.batch if ingest else None)
+            block = self._block(batch, output.draft_logits, output.draft_ids, output.confidence_logits)
         self._record_draft(states, block)
         return block
 
@@ -112,7 +137,8 @@ class EngineCalls:
         The reservations are what may be verified at most. While the target verifies, the host learns what was drafted.
         """
         assert self.step_engine is not None, "the caller asks for a fused step only where there is one"
-        batch = self._draft_batch(plan.drafting)
+        self._ingest(self._ingest_all_but_last(plan.drafting))
+        batch = self._draft_batch(plan.drafting, plan.num_slots)
         plain, _ = pack(plan, np.zeros_like(plan.caps), None, self.target_cache)
         self._reserve(plan, plan.caps)
         self._record_batch(plan, num_selected(select))
@@ -120,7 +146,7 @@ class EngineCalls:
             output = self.step_engine.draft_and_verify(batch, select, plain)
             drafts = output.wait()
             check_selection(select, drafts.verify_lens)
-            block = draft_block(batch, output.draft_logits, drafts.draft_ids, drafts.confidence_logits)
+            block = self._block(batch, output.draft_logits, drafts.draft_ids, drafts.confidence_logits)
         self._record_draft(plan.drafting, block)
         _, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
         with self._call("verify_ms", plan.states):
@@ -147,26 +173,61 @@ class EngineCalls:
                 if engine is not None and num_positions:
                     engine.move_row(source, destination, num_positions)
 
-    def clear_row(self, row: int) -> None:
-        self.target_cache.clear(row)
-        self.context_cache.clear(row)
+    def release(self, state: RequestState) -> None:
+        """A request leaves its row."""
+        self._pending.drop([state])
+        self.target_cache.clear(state.row)
+        self.context_cache.clear(state.row)
 
     def check_integrity(self, occupants: Sequence[RequestState]) -> None:
         """Between two steps; `occupants[row]` lives in that row."""
         for cache in (self.target_cache, self.context_cache):
             cache.check_integrity(len(occupants))
         for state in occupants:
+            if self.drafter is not None and state.needs_taps:
+                num_known = int(self.context_cache.committed[state.row]) + self._pending.num_positions(state)
+                assert num_known == self.target_cache.committed[state.row], "taps were lost"
             num_positions = int(self.target_cache.committed[state.row])
             num_tokens = state.num_prefilled + max(state.num_generated - 1, 0)
             assert num_positions == num_tokens, (
                 f"{state.request.request_id}: {num_positions} positions, {num_tokens} tokens"
             )
 
-    def _draft_batch(self, states: Sequence[RequestState]) -> DraftBatch:
-        assert self.drafter is not None, "caps are 0 without a drafter"
+    def _ingest_all_but_last(self, drafting: Sequence[RequestState]) -> _Ingest | None:
+        """Take the taps of requests that draft, and of those whose taps have waited too long.
+
+        Returns the last call instead of making it: a drafter makes it together with the draft. The lengths count from now
+        on; where the call fails, its requests end.
+        """
+        if self.drafter is None:
+            return None
+        states = [*drafting, *(state for state in self._pending.overdue() if state not in drafting)]
+        last: _Ingest | None = None
+        while (
+            taken := self._pending.take(states, self.context_cache, self.target.limits.max_batch_tokens)
+        ) is not None:
+            self._ingest(last)
+            last = _Ingest(*taken)
+            for state, num_positions in zip(last.states, last.batch.query_lengths.tolist(), strict=True):
+                self.context_cache.reserve(state.row, num_positions)
+                self.context_cache.commit(state.row, num_positions)
+            self.record.num_ingested_tokens += int(last.batch.query_lengths.sum())
+        return last
+
+    def _ingest(self, ingest: _Ingest | None) -> None:
+        if ingest is not None:
+            assert self.drafter is not None, "taps are kept for a drafter"
+            with self._call("ingest_ms", ingest.states):
+                self.drafter.ingest(ingest.batch)
+
+    def _draft_batch(self, states: Sequence[RequestState], num_slots: int) -> DraftBatch:
         rows = [state.row for state in states]
         assert (self.context_cache.committed[rows] == self.target_cache.committed[rows]).all(), "context lags behind"
-        return draft_batch(states, self.context_cache, self.drafter.gamma)
+        return draft_batch(states, self.context_cache, num_slots)
+
+    def _block(self, batch: DraftBatch, draft_logits: Any, draft_ids: Any, confidence_logits: Any) -> DraftBlock:
+        vocab_size = self.target.vocab_size
+        return draft_block(batch, draft_logits, draft_ids, confidence_logits, self._draft_vocabulary, vocab_size)
 
     def _reserve(self, plan: StepPlan, verify_lens: NDArray[np.int64]) -> None:
         for state, verify_len in zip(plan.decode, verify_lens.tolist(), strict=True):
@@ -177,6 +238,7 @@ class EngineCalls:
     def _record_batch(self, plan: StepPlan, num_drafts: int) -> None:
         record = self.record
         record.num_requests, record.num_prefill_tokens = len(plan.decode), plan.num_prefill_tokens
+        record.num_drafting, record.num_explored = plan.num_drafting, int(plan.is_explored.sum())
         record.num_drafts_verified = num_drafts
         record.batch_tokens = record.num_prefill_tokens + record.num_requests + num_drafts
 

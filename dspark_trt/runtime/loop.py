@@ -7,27 +7,35 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine, TargetOutput
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
+from dspark_trt.runtime.corrections import TimeCorrection
+from dspark_trt.runtime.draft_policy import Decoding, DraftChoice
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.emission import Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
-from dspark_trt.runtime.prefix_scheduler import PrefixScheduler
+from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.request import GenerationRequest, validate
+from dspark_trt.runtime.scheduling import Scheduling
 from dspark_trt.runtime.slots import Slots
 from dspark_trt.runtime.state import Phase, RequestState, new_state
+from dspark_trt.runtime.step_plan import StepPlan, draft_cap, max_prefill_tokens, plan_step
 from dspark_trt.runtime.text_stream import Decode
-from dspark_trt.runtime.verification import Segment, StepPlan, offer_drafts, plan_step, select_batch
+from dspark_trt.runtime.verification import Segment, offer_drafts, select_batch
 from dspark_trt.steptable.table import StepTable
 
+OnVerified = Callable[[Sequence[Segment], Any, DraftBlock | None], None]
+DEFAULT_MAX_STRETCH = 4.0
 ENGINE_FAILED = "the engine failed while it worked on this request; send the request again"
 
 
@@ -46,43 +54,53 @@ class DecodingLoop:
         drafter: DraftEngine | None,
         step_engine: StepEngine | None = None,
         step_table: StepTable | None,
-        temperatures: Sequence[float],
+        calibration: Calibration,
         eos_token_ids: Sequence[int],
         decode: Decode,
         scheduler: SchedulerConfig,
+        max_stretch: float = DEFAULT_MAX_STRETCH,
+        on_verified: OnVerified | None = None,
     ) -> None:
-        """`temperatures` [G] calibrate the confidences (STS). `step_table` may be None where the mode prices no steps.
+        """`step_table` may be None where the mode prices no steps.
         Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `step_engine`, over these very
         engines, drafts and verifies in one call; only mode lagged_budget knows early enough how much is verified.
+        max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
+        on_verified: called with every step's segments, logits and block before anything is accepted; it only looks.
 
         Raises RecipeError and CapacityError when the parts do not fit each other.
         """
         self._gamma = 0 if drafter is None else drafter.gamma
+        if self._gamma and calibration.gamma != self._gamma:
+            raise RecipeError(f"calibration: expected {self._gamma} slots, found {calibration.gamma}")
         self._max_verify_len = scheduler.max_verify_len(self._gamma)
         self.totals = LoopTotals()
         self.last_step = StepRecord()
-        self._engines = EngineCalls(
-            target,
-            drafter if self._max_verify_len else None,
-            step_engine if self._max_verify_len and scheduler.mode == "lagged_budget" else None,
-        )
         self._limits = limits = target.limits
         self._eos_token_ids = tuple(eos_token_ids)
         self._decode = decode
+        self._max_stretch = max_stretch
+        self._on_verified = on_verified
         self._slots: Slots[RequestState] = Slots(limits.max_slots)
-        self._step_table = step_table
-        self._scheduler: PrefixScheduler | None = None
+        self._scheduling: Scheduling | None = None
         if self._max_verify_len:
-            if len(temperatures) != self._gamma:
-                raise RecipeError(
-                    f"confidence temperatures: expected one for each of {self._gamma} slots, found {len(temperatures)}"
-                )
-            if scheduler.is_adaptive and step_table is None:
-                raise RecipeError(f"scheduler {scheduler.mode!r}: expected a step table, found none; use mode 'fixed'")
-            self._scheduler = PrefixScheduler(scheduler, temperatures=temperatures, num_rows=limits.max_slots)
+            self._scheduling = Scheduling(
+                scheduler,
+                calibration=calibration,
+                table=step_table,
+                num_rows=limits.max_slots,
+                selects_on_device=step_engine is not None,
+            )
+        self._prices = None if step_table is None else StepPrices(step_table, TimeCorrection(is_on=False))
+        is_selected_on_device = self._scheduling is not None and self._scheduling.config.mode == "lagged_budget"
+        self._engines = EngineCalls(
+            target,
+            drafter if self._max_verify_len else None,
+            step_engine if is_selected_on_device else None,
+        )
         self._queue: deque[RequestState] = deque()
         self._states: dict[str, RequestState] = {}  # all that are not finished, by request id
         self._cancelled: list[RequestState] = []  # since the last step
+        self._plan: StepPlan | None = None  # of the step that is running
         self._emissions: list[Emission] = []
 
     @property
@@ -127,29 +145,39 @@ class DecodingLoop:
         started = time.perf_counter()
         self.last_step = self._engines.record = StepRecord()
         self._emissions = []
+        self._plan = None
         self._drop_cancelled()
         self._admit()
         if self._slots.occupants:
             try:
-                self._engines.ingest()  # the drafter's context follows, whether this step drafts or not
-                plan = self._plan()
-                block: DraftBlock | None
-                if self._engines.step_engine and plan.num_drafting:
-                    block, segments, output = self._draft_and_verify(plan)
-                else:
-                    block = self._engines.draft(plan.drafting)
-                    segments, output = self._engines.verify(plan, self._schedule(plan, block), block)
-                results = accept(segments, output.logits, block)
-                self._engines.commit(segments, results)
-                self._emit(segments, results)
-                self._engines.keep_taps(segments, results, output)
+                self._step()
             except EngineCallFailed as failure:
                 for state in failure.states:
                     self._end(state, emit_end(state, "error", ENGINE_FAILED))
             self._vacate()
             self.totals.add_step(self.last_step)
         self.last_step.total_ms = (time.perf_counter() - started) * 1e3
+        if self._scheduling is not None and self._plan is not None:
+            self._scheduling.price(self._plan, self.last_step)
         return self._emissions
+
+    def _step(self) -> None:
+        """draft -> schedule -> verify -> accept -> emit."""
+        plan = self._plan = self._make_plan()
+        block: DraftBlock | None
+        if self._engines.step_engine and plan.num_drafting:
+            block, segments, output = self._draft_and_verify(plan)
+        else:
+            block = self._engines.draft(plan.drafting, plan.num_slots)
+            segments, output = self._engines.verify(plan, self._verify_lens(plan, block), block)
+        if self._on_verified is not None:
+            self._on_verified(segments, output.logits, block)
+        results = accept(segments, output.logits, block)
+        self._engines.commit(segments, results)
+        if self._scheduling is not None:
+            self._scheduling.learn(plan, segments, results)
+        self._emit(segments, results)
+        self._engines.keep_taps(segments, results, output)
 
     def check_integrity(self) -> None:
         """Assert what holds between two steps: rows, lengths and requests agree."""
@@ -177,38 +205,65 @@ class DecodingLoop:
                     other.share_key()
             self._slots.occupy(state)
 
-    def _plan(self) -> StepPlan:
-        """What this step may do at most, from the past alone.
-
-        A request whose cap is 0 does not draft: a policy that weighs drafting against plain decoding belongs here.
-        """
-        plan = plan_step(
-            self._slots.occupants,
-            max_verify_len=self._max_verify_len,
+    def _make_plan(self) -> StepPlan:
+        """What this step may do at most, from the past alone."""
+        decode = [state for state in self._slots.occupants if state.phase is Phase.DECODE]
+        prompts = [state for state in self._slots.occupants if state.phase is Phase.PREFILL]
+        caps = np.array([draft_cap(state, self._max_verify_len) for state in decode], dtype=np.int64)
+        context_tokens = float(self._engines.target_cache.committed[: len(self._slots.occupants)].mean())
+        prefill_room = max_prefill_tokens(
+            self._prices,
+            len(decode),
+            context_tokens,
             max_batch_tokens=self._limits.max_batch_tokens,
+            max_stretch=self._max_stretch,
+        )
+        choice = DraftChoice.nobody(len(decode))
+        if self._scheduling is not None:
+            self._scheduling.begin_step()
+            num_prefill = min(sum(state.num_unfilled for state in prompts), prefill_room)
+            num_chunks = min(len(prompts), num_prefill)
+            choice = self._scheduling.who_drafts(
+                Decoding(
+                    rows=np.array([state.row for state in decode], dtype=np.int64),
+                    generations=np.array([state.generation for state in decode], dtype=np.int64),
+                    caps=caps,
+                    num_pending=self._engines.num_pending(decode),
+                    context_tokens=context_tokens,
+                    num_segments=len(decode) + num_chunks,
+                    num_extra_tokens=num_prefill - num_chunks,
+                )
+            )
+        plan = plan_step(
+            decode,
+            prompts,
+            choice=choice,
+            caps=caps,
+            max_batch_tokens=self._limits.max_batch_tokens,
+            max_prefill_tokens=prefill_room,
+            context_tokens=context_tokens,
         )
         for index, state in enumerate(plan.decode):
-            state.draw_words(num_slots=1 + (self._gamma if index < plan.num_drafting else 0))
+            state.draw_words(num_slots=1 + (plan.num_slots if index < plan.num_drafting else 0))
         for chunk in plan.prefill:
             chunk.state.draw_words(num_slots=1)
         return plan
 
     def _draft_and_verify(self, plan: StepPlan) -> tuple[DraftBlock, list[Segment], TargetOutput]:
         """Draft, schedule and verify in one call: how many drafts are verified is known before anything is drafted."""
-        assert self._scheduler is not None, "what drafts is scheduled"
-        offer = offer_drafts(plan, self._step_table)
-        select = select_batch(plan, self._scheduler.budget(offer), self._scheduler.temperatures)
-        block, segments, output = self._engines.draft_and_verify(plan, select)
-        self._scheduler.record(block.confidence_logits, offer)
+        assert self._scheduling is not None, "what drafts is scheduled"
+        prefixes = self._scheduling.prefixes
+        budget = prefixes.budget(offer_drafts(plan, self._scheduling.prices))
+        block, segments, output = self._engines.draft_and_verify(
+            plan, select_batch(plan, budget, prefixes.temperatures[: plan.num_slots])
+        )
+        self._scheduling.record_selected(plan, block)
         return block, segments, output
 
-    def _schedule(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
-        """verify_len of every request that decodes, [R]."""
-        verify_lens = np.zeros(len(plan.decode), dtype=np.int64)
-        if block is not None and self._scheduler is not None:
-            offer = offer_drafts(plan, self._step_table, block.num_usable)
-            verify_lens[: plan.num_drafting] = self._scheduler.choose(block.confidence_logits, offer)
-        return verify_lens
+    def _verify_lens(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
+        if self._scheduling is None:
+            return np.zeros(len(plan.decode), dtype=np.int64)
+        return self._scheduling.verify_lens(plan, block)
 
     def _emit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """Hand out tokens and text; end the requests that are complete or failed."""
@@ -235,14 +290,14 @@ class DecodingLoop:
     def _vacate(self) -> None:
         """Free the rows of finished requests, the highest first: then no finished row is ever moved."""
         while finished := [state for state in self._slots.occupants if state.phase is Phase.FINISHED]:
-            self._engines.clear_row(finished[-1].row)
+            self._engines.release(finished[-1])
             move = self._slots.release(finished[-1])
             if move is None:
                 continue
             try:
                 self._engines.move_row(move)
-                if self._scheduler is not None:
-                    self._scheduler.move_row(move.source, move.destination)
+                if self._scheduling is not None:
+                    self._scheduling.move_row(move.source, move.destination)
                 self.totals.num_rows_moved += 1
             except EngineCallFailed:
                 self._end(move.occupant, emit_end(move.occupant, "error", ENGINE_FAILED))

@@ -76,10 +76,14 @@ class StepRecord:
     num_requests: int = 0  # R: requests that decode
     num_prefill_tokens: int = 0
     batch_tokens: int = 0  # B: prefill tokens + sum(1 + verify_len)
+    num_drafting: int = 0  # requests that drafted
+    num_explored: int = 0  # of these, in order to learn
+    num_ingested_tokens: int = 0
     num_drafts_proposed: int = 0
     num_drafts_verified: int = 0
     num_drafts_accepted: int = 0
     num_tokens_emitted: int = 0
+    expected_ms: float = 0.0  # total_ms by the step table and its corrections; 0: not priced
     ingest_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
@@ -99,6 +103,8 @@ class LoopTotals:
     num_finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     num_rows_moved: int = 0
     num_steps: int = 0
+    num_steps_not_drafting: int = 0  # of those in which a request decoded
+    num_requests_not_drafting: int = 0  # summed over steps
     num_prefill_tokens: int = 0
     num_drafts_proposed: int = 0
     num_drafts_verified: int = 0
@@ -107,6 +113,8 @@ class LoopTotals:
 
     def add_step(self, record: StepRecord) -> None:
         self.num_steps += 1
+        self.num_steps_not_drafting += record.num_requests > 0 and record.num_drafting == 0
+        self.num_requests_not_drafting += record.num_requests - record.num_drafting
         self.num_prefill_tokens += record.num_prefill_tokens
         self.num_drafts_proposed += record.num_drafts_proposed
         self.num_drafts_verified += record.num_drafts_verified

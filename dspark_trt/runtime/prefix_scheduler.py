@@ -1,49 +1,24 @@
 """Chooses verify_len: how many drafts of each request are sent to verification in this step.
 
-Shape letters: `R` requests, `G` gamma. Source: paper section 3.2.2, Algorithm 1; section 5.2; Appendix A.
+Shape letters: `R` requests, `n` slots drafted. Source: paper section 3.2.2, Algorithm 1; section 5.2; Appendix A.
 
-What a decision may look at: admitting draft x_j of a request may use x_{<j}, the confidence of slot j (a function of
-x_{<j}), other requests and the past, never x_j itself nor a later slot. All modes keep to that:
-    off, fixed       nothing but `caps`, which are set before anything is drafted
-    threshold        the first confidence below the threshold cuts, later ones are not read
-    early_stop       drafts are admitted in order of survival until expected throughput falls for the first time
-    lagged_budget    how many drafts are admitted is found by a full search over confidences two steps old; the fresh
-                     ones only rank which
-A full search over fresh confidences looks ahead and biases the output, so it does not exist here.
-
-Where a StepEngine selects on the device, in `lagged_budget`, its decision is this one, made in two places. The host finds
-K (`budget`) from an Offer, which is fixed before anything is drafted, and from survivals two steps old: nothing of the
-block exists yet. The device ranks the fresh survivals and admits the first K. Survival never rises along a row and ties
-go to the earlier slot, so whether x_j is among the first K depends on the row's confidences up to slot j, functions of
-x_{<j}, and on other requests; neither x_j nor a later slot moves it. The fresh confidences come to the host when the
-selection is made (`record`), and K sees them two steps later. `choose` does the same in one go.
-
-Two live requests with equal random keys draw the same tokens: ranking one by the other's confidences would look ahead.
-They are `forced`: verified up to their caps.
-
-A drafter without a confidence head counts as survival 1 everywhere. The threshold then never cuts, and the adaptive
-modes hand out whole slots breadth first, as many as the step table makes worth their time.
+The rule: admitting draft x_j of a request may use x_{<j}, the confidence of slot j (a function of x_{<j}), other requests
+and the past, never x_j itself nor a later slot. docs/architecture.md says how each mode keeps to it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import RecipeError
+from dspark_trt.runtime.corrections import AcceptanceCorrection
+from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.survival_history import Floats, Ints, SurvivalHistory
-
-
-def calibrated_confidence(confidence_logits: NDArray[np.float32], temperatures: Floats) -> Floats:
-    """sigmoid(logit / T_j) with the STS temperature of each slot; 0 where the logit is not finite. [R, G] (eq. 7)."""
-    logits = confidence_logits.astype(np.float64)
-    is_finite = np.isfinite(logits)
-    confidence = np.tanh(0.5 * np.where(is_finite, logits, 0.0) / temperatures) * 0.5 + 0.5
-    return np.where(is_finite, confidence, 0.0).astype(np.float64, copy=False)
 
 
 def survival_of(confidence: Floats) -> Floats:
@@ -101,6 +76,7 @@ class Offer:
     is_forced: NDArray[np.bool_]  # [R] verified up to the cap
     num_requests: int  # requests that decode, those that do not draft included
     step_ms: Floats | None  # [1 + sum(caps)] of the step with so many drafts verified; for the adaptive modes
+    is_greedy: NDArray[np.bool_]  # [R] which line of the calibration holds
 
     @property
     def free_caps(self) -> Ints:
@@ -117,26 +93,43 @@ class Offer:
 class PrefixScheduler:
     """Applies one SchedulerConfig, step after step."""
 
-    def __init__(self, config: SchedulerConfig, *, temperatures: Sequence[float], num_rows: int) -> None:
-        """`temperatures` [G] calibrate the confidences (STS). Raises RecipeError when they or the length do not fit."""
-        gamma = len(temperatures)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        calibration: Calibration,
+        history: SurvivalHistory,
+        acceptance: AcceptanceCorrection,
+        expected_survival: Floats,
+    ) -> None:
+        """`expected_survival` [G] stands for slots that a short block does not have.
+
+        Raises RecipeError when the length does not fit the drafter.
+        """
+        if config.verify_len is not None and config.verify_len > calibration.gamma:
+            raise RecipeError(
+                f"scheduler: expected at most gamma = {calibration.gamma} drafts, found fixed:{config.verify_len}"
+            )
         self.config = config
-        self.temperatures = np.asarray(temperatures, dtype=np.float64)
-        if not ((self.temperatures > 0) & np.isfinite(self.temperatures)).all():
-            raise RecipeError(f"confidence temperatures: expected finite numbers > 0, found {list(temperatures)}")
-        if config.verify_len is not None and config.verify_len > gamma:
-            raise RecipeError(f"scheduler verify_len: expected at most gamma = {gamma}, found {config.verify_len}")
-        self._history = SurvivalHistory(num_rows=num_rows, gamma=gamma)
+        self._calibration = calibration
+        self._history = history
+        self._acceptance = acceptance
+        self._is_recorded = True  # there is no step before the first
+        self._conditional = expected_survival / np.concatenate(([1.0], np.maximum(expected_survival[:-1], 1e-6)))
 
-    def move_row(self, source: int, destination: int) -> None:
-        """A request moved to another KV row: its history follows."""
-        self._history.move(source, destination)
+    @property
+    def temperatures(self) -> Floats:
+        """T_j [G] of requests that sample: what a device ranks by."""
+        return 1.0 / np.asarray(self._calibration.sampled.slopes)
 
-    def choose(self, confidence_logits: NDArray[np.float32] | None, offer: Offer) -> Ints:
-        """verify_len [R] of the requests that drafted. confidence_logits [R, G], None without a confidence head."""
+    def confidence(self, block: DraftBlock, is_greedy: NDArray[np.bool_]) -> Floats:
+        """P(draft j accepted given those before), calibrated and corrected, [R, n] (eq. 7)."""
+        return self._calibration.confidence(block.confidence_logits, is_greedy, self._acceptance.shifts)
+
+    def choose(self, confidence: Floats, offer: Offer) -> Ints:
+        """verify_len [R] of the requests that drafted. confidence [R, n]."""
         if self.config.mode in ("off", "fixed"):
             return offer.caps.copy()
-        confidence = self._confidence(confidence_logits, offer)
         if self.config.mode == "threshold":
             assert self.config.threshold is not None, "checked by SchedulerConfig"
             return np.where(
@@ -146,9 +139,9 @@ class PrefixScheduler:
         requests, values = admission_order(fresh, offer.free_caps)
         if self.config.mode == "lagged_budget":
             num_admitted = self.budget(offer)
-            self._history.record(offer.rows, offer.generations, fresh)
         else:
             num_admitted = early_stop_count(values, *offer.price(fresh))
+        self.record(fresh, offer)
         admitted = np.bincount(requests[:num_admitted], minlength=len(offer.caps))
         return np.where(offer.is_forced, offer.caps, admitted)
 
@@ -158,12 +151,20 @@ class PrefixScheduler:
         _, values = admission_order(stale, offer.free_caps)
         return best_count(values, *offer.price(stale))
 
-    def record(self, confidence_logits: NDArray[np.float32] | None, offer: Offer) -> None:
-        """Hand in the confidences of the step whose `budget` was asked for; the budget sees them two steps later."""
-        fresh = survival_of(self._confidence(confidence_logits, offer))
-        self._history.record(offer.rows, offer.generations, fresh)
+    def record(self, fresh: Floats, offer: Offer) -> None:
+        """Hand in this step's survivals [R, n]; slots behind n are taken to survive as they do on average."""
+        num_slots = fresh.shape[1]
+        behind = fresh[:, -1:] * np.cumprod(self._conditional[num_slots:])
+        self._history.record(offer.rows, offer.generations, np.concatenate((fresh, behind), axis=1))
+        self._is_recorded = True
 
-    def _confidence(self, confidence_logits: NDArray[np.float32] | None, offer: Offer) -> Floats:
-        if confidence_logits is None:
-            return np.ones((len(offer.rows), len(self.temperatures)))
-        return calibrated_confidence(confidence_logits, self.temperatures)
+    def advance(self) -> None:
+        """A step begins. One that drafted nothing still makes the survivals of those before it a step older."""
+        if not self._is_recorded:
+            nobody = np.empty(0, dtype=np.int64)
+            self._history.record(nobody, nobody, np.empty((0, self._calibration.gamma)))
+        self._is_recorded = False
+
+    def move_row(self, source: int, destination: int) -> None:
+        """A request moved to another KV row: its history follows."""
+        self._history.move(source, destination)

@@ -108,12 +108,12 @@ def target_probs(logits: Array, params: Sequence[SamplingParams]) -> Array:
     """p_t of each row from its edited logits (processors 6 to 9); a row sums to 1. [A, V] float32"""
     xp = array_namespace(logits)
     if all(is_greedy(each.temperature) for each in params):
-        return _point_masses(logits)
+        return point_masses(logits)
     weights = softmax_weights(logits, [each.temperature for each in params])
     truncate(weights, [None if is_greedy(each.temperature) else each for each in params])
     greedy = [row for row, each in enumerate(params) if is_greedy(each.temperature)]
     if greedy:
-        weights[index_array(greedy, weights), :] = _point_masses(take_rows(logits, greedy))
+        weights[index_array(greedy, weights), :] = point_masses(take_rows(logits, greedy))
     return weights / xp.sum(weights, axis=-1, keepdims=True)
 
 
@@ -131,10 +131,18 @@ def softmax_weights(logits: Array, temperatures: Sequence[float]) -> Array:
     return xp.exp((logits - xp.max(logits, axis=-1, keepdims=True)) / divisors)
 
 
-def residual_weights(target_probs: Array, draft_probs: Array) -> Array:
-    """max(p_t - p_d, 0), not normalised; p_t where next to nothing is left of it. [A, V] (paper section 2.1)"""
+def residual_weights(target_probs: Array, draft_probs: Array, draft_vocab: NDArray[np.int64] | None = None) -> Array:
+    """max(p_t - p_d, 0), not normalised; p_t where next to nothing is left of it. [A, V] (paper section 2.1)
+
+    draft_probs [A, W] over the target ids draft_vocab [W]; None: over all, W = V.
+    """
     xp = array_namespace(target_probs)
-    excess = xp.clip(target_probs - draft_probs, 0.0, None)
+    if draft_vocab is None:
+        excess = xp.clip(target_probs - draft_probs, 0.0, None)
+    else:
+        ids = index_array(draft_vocab, target_probs)
+        excess = xp.asarray(target_probs, copy=True)
+        excess[:, ids] = xp.clip(xp.take(target_probs, ids, axis=1) - draft_probs, 0.0, None)
     mass = xp.sum(excess, axis=-1, keepdims=True)
     return xp.where(mass > RESIDUAL_MASS_EPSILON, excess, target_probs)
 
@@ -163,7 +171,7 @@ def log_probs(logits: Array, token_id: int, num_alternatives: int) -> tuple[floa
     return of_token - total, tuple((each, -negated - total) for negated, each in alternatives)
 
 
-def _point_masses(logits: Array) -> Array:
+def point_masses(logits: Array) -> Array:
     """1 at the largest logit of each row, the first on ties, 0 elsewhere. [A, V]"""
     xp = array_namespace(logits)
     probs = xp.zeros_like(logits)

@@ -75,6 +75,11 @@ class RequestState:
         num_drawn_without_drafts = 0 if self.num_generated else 1  # the first token comes from the prompt
         return self.request.max_verify_len != 0 and self.num_remaining - num_drawn_without_drafts >= 2
 
+    @property
+    def needs_taps(self) -> bool:
+        """Whether the drafter's context has to follow."""
+        return self.phase is not Phase.FINISHED and self.may_draft
+
     def occupy(self, row: int, generation: int) -> None:
         """The request got a KV row: its prompt is read from now on."""
         self.row, self.generation = row, generation

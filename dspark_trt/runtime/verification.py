@@ -1,15 +1,10 @@
-"""What one step does with the token budget, and the packed call of the target that follows from it.
+"""The packed call of the target that follows from a plan and a block.
 
-Shape letters: `R` requests that decode, `T` packed tokens, `L` logit rows.
-
-Everything in a StepPlan is fixed before anything is drafted: which requests decode, how many drafts of each may be
-verified at most, which prompt tokens are read. The budget is max_batch_tokens: first one anchor for every request that
-decodes, then prompts and drafts. Drafts leave prompts what they do not need, and never less than half.
+Shape letters: `R` requests that decode, `T` packed tokens, `L` logit rows, `G` gamma.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,84 +15,10 @@ from dspark_trt.errors import EngineBuildError
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.prefix_scheduler import Offer
-from dspark_trt.runtime.state import Phase, RequestState
-from dspark_trt.steptable.table import StepTable
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """The next `num_tokens` of a prompt."""
-
-    state: RequestState
-    num_tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.num_tokens == self.state.num_unfilled
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    decode: list[RequestState]  # [R], those that draft first
-    caps: NDArray[np.int64]  # [R] drafts verified at most; 0: does not draft
-    prefill: list[PrefillChunk]
-
-    @property
-    def num_drafting(self) -> int:
-        return int(np.count_nonzero(self.caps))
-
-    @property
-    def drafting(self) -> list[RequestState]:
-        return self.decode[: self.num_drafting]
-
-    @property
-    def states(self) -> list[RequestState]:
-        """Everyone in the target's call, in the order of the segments."""
-        return [*self.decode, *(chunk.state for chunk in self.prefill)]
-
-    @property
-    def num_prefill_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.prefill)
-
-    @property
-    def num_segments(self) -> int:
-        return len(self.decode) + len(self.prefill)
-
-
-def plan_step(occupants: Sequence[RequestState], *, max_verify_len: int, max_batch_tokens: int) -> StepPlan:
-    """Share the token budget among the requests that have a KV row."""
-    decode = [state for state in occupants if state.phase is Phase.DECODE]
-    prompts = [state for state in occupants if state.phase is Phase.PREFILL]
-    wanted_caps = np.array([draft_cap(state, max_verify_len) for state in decode], dtype=np.int64)
-    room = max_batch_tokens - len(decode)
-    num_unfilled = sum(state.num_unfilled for state in prompts)
-    num_prefill_tokens = min(num_unfilled, max(room - int(wanted_caps.sum()), (room + 1) // 2))
-    caps = level_down(wanted_caps, room - num_prefill_tokens)
-    drafting_first = np.argsort(caps == 0, kind="stable")
-    chunks = []
-    for state in sorted(prompts, key=lambda prompt: prompt.generation):  # in order of arrival
-        num_tokens = min(state.num_unfilled, num_prefill_tokens)
-        if num_tokens:
-            chunks.append(PrefillChunk(state=state, num_tokens=num_tokens))
-            num_prefill_tokens -= num_tokens
-    return StepPlan(decode=[decode[index] for index in drafting_first], caps=caps[drafting_first], prefill=chunks)
-
-
-def draft_cap(state: RequestState, max_verify_len: int) -> int:
-    """Drafts of a request that may be verified. The bonus behind them is its last token, for which its row has room."""
-    asked = state.request.max_verify_len
-    return min(max_verify_len, state.num_remaining - 1, max_verify_len if asked is None else asked)
-
-
-def level_down(caps: NDArray[np.int64], budget: int) -> NDArray[np.int64]:
-    """Lower the highest caps until they sum to at most `budget`; what is left over goes to the first of them."""
-    if caps.sum() <= budget:
-        return caps
-    level = next(level for level in range(int(caps.max()), -1, -1) if np.minimum(caps, level).sum() <= budget)
-    levelled = np.minimum(caps, level)
-    raised = np.flatnonzero(caps > level)[: budget - int(levelled.sum())]
-    levelled[raised] += 1
-    return levelled
+from dspark_trt.runtime.prices import StepPrices
+from dspark_trt.runtime.sampling import is_greedy
+from dspark_trt.runtime.state import RequestState
+from dspark_trt.runtime.step_plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +35,21 @@ class Segment:
     is_prefill: bool = False
 
 
-def offer_drafts(plan: StepPlan, table: StepTable | None, num_usable: NDArray[np.int64] | None = None) -> Offer:
+def offer_drafts(plan: StepPlan, prices: StepPrices | None, num_usable: NDArray[np.int64] | None = None) -> Offer:
     """What the planned step could verify. num_usable [R of those that draft]: usable drafts, where the block is known."""
     drafting = plan.drafting
     caps = plan.caps[: len(drafting)]
     if num_usable is not None:
         caps = np.minimum(caps, num_usable)
+    has_equal_key = np.array([state.has_equal_key for state in drafting], dtype=np.bool_)
     return Offer(
         rows=np.array([state.row for state in drafting], dtype=np.int64),
         generations=np.array([state.generation for state in drafting], dtype=np.int64),
         caps=caps,
-        is_forced=np.array([state.has_equal_key for state in drafting], dtype=np.bool_),
+        is_forced=has_equal_key | plan.is_explored[: len(drafting)],
         num_requests=len(plan.decode),
-        step_ms=None if table is None else step_ms(plan, table, int(caps.sum())),
+        step_ms=None if prices is None else plan.step_ms(prices, int(caps.sum())),
+        is_greedy=np.array([is_greedy(state.params.temperature) for state in drafting], dtype=np.bool_),
     )
 
 
@@ -176,7 +99,7 @@ def select_batch(plan: StepPlan, num_admitted: int, temperatures: NDArray[np.flo
     return SelectBatch(
         num_admitted=num_admitted,
         caps=plan.caps,
-        is_forced=np.array([state.has_equal_key for state in plan.decode], dtype=np.bool_),
+        is_forced=plan.is_explored | np.array([state.has_equal_key for state in plan.decode], dtype=np.bool_),
         temperatures=temperatures.astype(np.float32),
     )
 
@@ -198,13 +121,3 @@ def check_selection(select: SelectBatch, verify_lens: NDArray[np.int64]) -> None
         f"{select.caps.tolist()} (forced: {select.is_forced.tolist()}), found verify_len {verify_lens.tolist()}; "
         "report this with the output of `dspark-trt doctor`"
     )
-
-
-def step_ms(plan: StepPlan, table: StepTable, max_drafts: int) -> NDArray[np.float64]:
-    """Milliseconds of the planned step with 0 .. max_drafts drafts verified, [1 + max_drafts].
-
-    The block is drafted by now: its time stands in every candidate, also in the one that verifies nothing.
-    """
-    first = plan.num_prefill_tokens + len(plan.decode)
-    draft_ms = float(np.interp(plan.num_drafting, table.num_requests, table.draft_ms))
-    return table.curve(plan.num_segments, first, first + max_drafts) + draft_ms

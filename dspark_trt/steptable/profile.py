@@ -1,32 +1,36 @@
 """Measures the step table on the machine that will serve (paper section 3.2.2): never assumed, never typed in.
 
-A measured step is a real one: R requests at a context depth, `batch_tokens` packed tokens spread over them as anchor and
-drafts (at most gamma + 1 each); what exceeds R * (gamma + 1) is a prefill chunk in a row of its own.
+A measured step is a real one: R requests at a context depth, one token of each and `extra` more, spread over them as drafts
+(at most gamma each); what exceeds R * gamma is a prefill chunk in a row of its own.
 """
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from array_api_compat import array_namespace
 
-from dspark_trt.contract.protocol import DraftBatch, DraftEngine, IngestBatch, TargetBatch, TargetEngine
-from dspark_trt.steptable.table import StepTable
+from dspark_trt.contract.protocol import DraftBatch, DraftEngine, EngineLimits, IngestBatch, TargetBatch, TargetEngine
+from dspark_trt.steptable.table import StepTable, isotonic
 
 Progress = Callable[[float], None]  # called with the fraction done, 0..1
 
-CONTEXT_DEPTH_TOKENS = 256
+SHALLOW_CONTEXT_TOKENS = 128
+DEEP_CONTEXT_TOKENS = (1024,)  # as far as the rows hold them
 NUM_SWEEPS = 5
 NUM_SWEEPS_OF_LONG_STEPS = 3
 LONG_STEP_MS = 150.0
-DRAFT = 0  # stands for "one draft block" where batch_tokens would stand
+NOISE = 0.15  # a fall by more than this share, as tokens are added, is not noise of a quiet machine
 
-Key = tuple[int, int]  # num_requests, batch_tokens
+Key = tuple[Literal["step", "draft", "ingest"], int, int, int]  # depth, num_requests, extra tokens | slots | tokens
+
+logger = logging.getLogger(__name__)
 
 
 def request_grid(max_slots: int) -> tuple[int, ...]:
@@ -35,22 +39,39 @@ def request_grid(max_slots: int) -> tuple[int, ...]:
     return tuple(sorted({*powers, max_slots}))
 
 
-def token_grid(gamma: int, max_batch_tokens: int) -> tuple[int, ...]:
-    """Every count within one draft block, then doubling, and the limit itself."""
-    grid = set(range(1, min(gamma + 1, max_batch_tokens) + 1))
-    value = 2 * (gamma + 1)
-    while value < max_batch_tokens:
-        grid.add(value)
-        value *= 2
-    return tuple(sorted({*grid, max_batch_tokens}))
+def extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tuple[int, ...]:
+    """Extra tokens to time for a request count: dense where few, whole numbers of drafts a request, up to gamma of each.
 
-
-def is_measured(num_requests: int, batch_tokens: int, gamma: int) -> bool:
-    """Verification steps for every request count; steps with a prefill chunk beside a single request only.
-
-    What a chunk adds hardly depends on the requests beside it, and `StepTable` prices it by what it adds there.
+    Beside a single request prefill chunks are timed too, up to the limit. What a chunk adds hardly depends on the requests
+    beside it, and `StepTable` prices it by what it adds there.
     """
-    return num_requests <= batch_tokens and (num_requests == 1 or batch_tokens <= num_requests * (gamma + 1))
+    most = limits.max_batch_tokens - num_requests
+    few = {0, 1, 2, 3, 4, 6, 8, 12, 16, 24}
+    drafts = {num_requests * count for count in range(gamma + 1) if count <= 4 or count == gamma}
+    last = num_requests * gamma
+    if num_requests == 1:
+        last = min(most, limits.max_seq_len - 1)
+        drafts |= {
+            shift for shift in (32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048) if shift < last
+        } | {last}
+    return tuple(sorted(extra for extra in few | drafts if extra <= min(last, most)))
+
+
+def padded_extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tuple[int, ...]:
+    """Extra tokens that fill the buckets of a runtime that pads packed tokens to powers of two."""
+    last = limits.max_batch_tokens if num_requests == 1 else min(limits.max_batch_tokens, num_requests * (gamma + 1))
+    buckets = [1 << shift for shift in range(limits.max_batch_tokens.bit_length())]
+    return tuple(sorted({0} | {bucket - num_requests for bucket in buckets if num_requests < bucket <= last}))
+
+
+def draft_slots_grid(gamma: int) -> tuple[int, ...]:
+    return tuple(sorted({slots for slots in (1, 2, 3, 4, gamma) if slots <= gamma}))
+
+
+def context_grid(limits: EngineLimits, gamma: int) -> tuple[int, ...]:
+    """Positions that every request holds: shallow, and as deep as rows go up to the depths above."""
+    room = limits.max_seq_len - gamma - 1
+    return tuple(sorted({min(SHALLOW_CONTEXT_TOKENS, room), *(min(depth, room) for depth in DEEP_CONTEXT_TOKENS)}))
 
 
 def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: int, max_slots: int) -> TargetBatch:
@@ -108,6 +129,7 @@ def profile(
     drafter: DraftEngine,
     *,
     provenance: dict[str, Any],
+    is_padded: bool = False,
     progress: Progress = lambda fraction: None,
     synchronize: Callable[[], None] = lambda: None,
     num_warm_ups: int = 1,
@@ -115,54 +137,94 @@ def profile(
     """Measure the grid.
 
     Args:
+        is_padded: calls are padded to powers of two, so those are the sizes to time.
         synchronize: waits for what the engines have enqueued; a call is timed until then.
         num_warm_ups: calls of each kind before those that count.
     """
     limits, gamma = target.limits, drafter.gamma
-    depth = min(CONTEXT_DEPTH_TOKENS, limits.max_seq_len - gamma - 1)
-    requests = request_grid(limits.max_slots)
-    tokens = token_grid(gamma, limits.max_batch_tokens)
-    points = [(r, b) for r in requests for b in tokens if is_measured(r, b, gamma) and b <= limits.max_seq_len]
-    calls: dict[Key, Callable[[], object]] = {
-        (r, b): partial(target.forward, verification_batch(r, b, gamma, depth, limits.max_slots)) for r, b in points
-    }
-    calls |= {(r, DRAFT): draft_call(target, drafter, r, depth) for r in requests}
+    requests, depths, slots = request_grid(limits.max_slots), context_grid(limits, gamma), draft_slots_grid(gamma)
+    grid = padded_extra_grid if is_padded else extra_grid
+    extras = {count: grid(count, gamma, limits) for count in requests}
+    ingested = tuple(sorted({min(count, limits.max_batch_tokens) for count in (1, 4, 16, 64, 256)}))
+    calls: dict[Key, Callable[[], object]] = {}
+    for depth in depths:
+        for count in requests:
+            for extra in extras[count] if depth == depths[0] else _deep(extras[count], count):
+                batch = verification_batch(count, count + extra, gamma, depth, limits.max_slots)
+                calls["step", depth, count, extra] = partial(target.forward, batch)
+            for num_slots in slots:
+                calls["draft", depth, count, num_slots] = partial(drafter.draft, _block(count, num_slots, depth))
+    for num_tokens in ingested:
+        calls["ingest", 0, 0, num_tokens] = partial(drafter.ingest, _ingest(target, num_tokens, gamma, depths[0]))
     measured = sweep(calls, progress, synchronize=synchronize, num_warm_ups=num_warm_ups)
     progress(1.0)
+    extra_tokens = tuple(sorted({extra for grid in extras.values() for extra in grid}))
+    falls = _falls(measured, depths[0], extras)
+    if falls:
+        logger.warning(
+            "the step table falls where tokens are added (%s): this machine was busy while it was measured; run "
+            "`dspark-trt profile` again when it is quiet",
+            "; ".join(falls),
+        )
     return StepTable(
+        is_padded=is_padded,
         num_requests=requests,
-        batch_tokens=tokens,
-        step_ms=tuple(tuple(measured.get((r, b)) for b in tokens) for r in requests),
-        draft_ms=tuple(measured[r, DRAFT] for r in requests),
-        provenance={**provenance, "context_depth_tokens": depth, "num_sweeps": NUM_SWEEPS},
+        context_tokens=depths,
+        extra_tokens=extra_tokens,
+        step_ms=tuple(
+            tuple(tuple(measured.get(("step", depth, count, extra)) for extra in extra_tokens) for count in requests)
+            for depth in depths
+        ),
+        num_slots=slots,
+        draft_ms=tuple(
+            tuple(tuple(measured["draft", depth, count, each] for each in slots) for count in requests)
+            for depth in depths
+        ),
+        ingest_tokens=ingested,
+        ingest_ms=tuple(measured["ingest", 0, 0, each] for each in ingested),
+        provenance={**provenance, "num_sweeps": NUM_SWEEPS, "falls_beyond_noise": falls},
     )
 
 
-def draft_call(target: TargetEngine, drafter: DraftEngine, num_requests: int, depth: int) -> Callable[[], object]:
-    """One draft block for `num_requests` requests, and the ingest of two committed positions each that goes before it.
+def _deep(extras: tuple[int, ...], num_requests: int) -> tuple[int, ...]:
+    """What is timed again at a deeper context: what depth adds hardly bends with the tokens."""
+    return tuple(extra for extra in extras if extra in (0, num_requests, 3 * num_requests))
 
-    Taps are a copy of what the target gives, where it gives it: on a device they would otherwise be sent there every time.
-    """
-    num_tokens = min(2 * num_requests, target.limits.max_batch_tokens)
-    verified = verification_batch(num_requests, num_tokens, drafter.gamma, depth, target.limits.max_slots)
-    taps = target.forward(verified).taps
-    rows = verified.rows
-    ingest = IngestBatch(
-        taps=array_namespace(taps).asarray(taps, copy=True),
-        rows=rows,
-        past_lengths=depth - verified.query_lengths,
-        query_lengths=verified.query_lengths,
-    )
-    block = DraftBatch(
+
+def _falls(measured: Mapping[Key, float], depth: int, extras: Mapping[int, tuple[int, ...]]) -> list[str]:
+    """Points whose time lies below that of fewer tokens by more than noise."""
+    found = []
+    for count, grid in extras.items():
+        times = [measured["step", depth, count, extra] for extra in grid]
+        found += [
+            f"{count} requests, {count + extra} tokens: {ms:.1f} ms, {repaired:.1f} ms expected"
+            for extra, ms, repaired in zip(grid, times, isotonic(times), strict=True)
+            if ms < repaired * (1 - NOISE)
+        ]
+    return found
+
+
+def _block(num_requests: int, num_slots: int, depth: int) -> DraftBatch:
+    rows = np.arange(num_requests, dtype=np.int64)
+    return DraftBatch(
         rows=rows,
         anchor_ids=rows % 97,
         past_lengths=np.full(num_requests, depth, np.int64),
         temperatures=np.zeros(num_requests, np.float32),
-        uniforms=np.zeros((num_requests, drafter.gamma), np.float32),
+        uniforms=np.zeros((num_requests, num_slots), np.float32),
+        wants_logits=False,
     )
 
-    def draft() -> None:
-        drafter.ingest(ingest)
-        drafter.draft(block)
 
-    return draft
+def _ingest(target: TargetEngine, num_tokens: int, gamma: int, depth: int) -> IngestBatch:
+    """Taps are a copy of what the target gives, where it gives it: on a device they would otherwise be sent there every time."""
+    max_slots = target.limits.max_slots
+    num_rows = min(num_tokens, max_slots)
+    verified = verification_batch(num_rows, num_tokens, gamma, depth, max_slots)
+    taps = target.forward(verified).taps
+    return IngestBatch(
+        taps=array_namespace(taps).asarray(taps, copy=True),
+        rows=verified.rows,
+        past_lengths=np.maximum(verified.past_lengths - verified.query_lengths, 0),
+        query_lengths=verified.query_lengths,
+    )

@@ -21,7 +21,7 @@ MODES = {
     "off": SchedulerConfig("off"),
     "fixed": SchedulerConfig("fixed", verify_len=2),
     "early_stop": SchedulerConfig("early_stop"),
-    "lagged_budget": SchedulerConfig("lagged_budget"),
+    "lagged_budget": SchedulerConfig("lagged_budget", corrects=False),
 }
 
 

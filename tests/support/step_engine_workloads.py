@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.loop import DecodingLoop
@@ -17,7 +18,7 @@ from tests.support.toy_step_engine import ToyStepEngine
 GAMMA = 5
 LANGUAGE = ToyLanguage(vocab_size=16, order=3, num_patterns=499)
 LIMITS = EngineLimits(max_slots=5, max_seq_len=48, max_batch_tokens=28)
-LAGGED = SchedulerConfig("lagged_budget")
+LAGGED = SchedulerConfig("lagged_budget", corrects=False)
 STS = [0.8, 1.0, 1.3, 1.7, 0.6]
 
 
@@ -61,7 +62,7 @@ class Parts:
             config,
             table=table,
             eos_token_ids=[9],
-            temperatures=STS,
+            calibration=Calibration.from_temperatures(STS),
             step_engine=self.step_engine if fused else None,
         )
         self.outputs: dict[str, Output] = {}

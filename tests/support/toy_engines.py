@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import (
     DraftBatch,
     DraftOutput,
@@ -23,7 +24,7 @@ from dspark_trt.contract.protocol import (
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.runtime.emission import Emission
-from dspark_trt.runtime.loop import DecodingLoop
+from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from dspark_trt.runtime.request import GenerationRequest
 from dspark_trt.steptable.table import StepTable
 
@@ -178,6 +179,7 @@ class ToyDrafter(FailingEngine):
         gamma: int = 4,
         skill: float = 0.6,
         confidence: Confidence | None = honest_confidence,
+        draft_vocab: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
         self.language = language
@@ -186,6 +188,8 @@ class ToyDrafter(FailingEngine):
         self._gamma = gamma
         self._skill = skill
         self._confidence = confidence
+        self._draft_vocab = None if draft_vocab is None else np.array(draft_vocab, dtype=np.int64)
+        self.batches: list[DraftBatch] = []
         self.store = _Store(limits)
         self.edit_output: Callable[[DraftBatch, DraftOutput], None] | None = None
         self._last: DraftOutput | None = None
@@ -210,17 +214,26 @@ class ToyDrafter(FailingEngine):
             self.store.write(int(row), int(past), taps[:, 0].astype(np.int64))
             first += length
 
-    def draft(self, batch: DraftBatch) -> DraftOutput:
+    @property
+    def draft_vocab(self) -> np.ndarray | None:
+        return self._draft_vocab
+
+    def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
+        if ingest is not None:
+            self.ingest(ingest)
         self._called("draft")
         self._forget()
-        num_requests = len(batch.rows)
-        assert len(set(batch.rows.tolist())) == num_requests, "a row stands twice in one call"
-        assert batch.uniforms.shape == (num_requests, self._gamma)
+        num_requests, num_slots = batch.uniforms.shape
+        self.batches.append(batch)
+        assert len(set(batch.rows.tolist())) == num_requests == len(batch.rows), "a row stands twice in one call"
+        assert 1 <= num_slots <= self._gamma
         assert batch.uniforms.dtype == batch.temperatures.dtype == np.float32
+        assert batch.wants_logits or not batch.temperatures.any(), "drafts that are drawn need their logits"
+        width = self.language.vocab_size if self._draft_vocab is None else len(self._draft_vocab)
         output = DraftOutput(
-            draft_ids=np.empty((num_requests, self._gamma), dtype=np.int64),
-            draft_logits=np.empty((num_requests, self._gamma, self.language.vocab_size), dtype=np.float32),
-            confidence_logits=None if self._confidence is None else np.empty((num_requests, self._gamma), np.float32),
+            draft_ids=np.empty((num_requests, num_slots), dtype=np.int64),
+            draft_logits=np.empty((num_requests, num_slots, width), np.float32) if batch.wants_logits else None,
+            confidence_logits=np.empty((num_requests, num_slots), np.float32),
         )
         for at in range(num_requests):
             self._draft_one(at, batch, output)
@@ -235,16 +248,23 @@ class ToyDrafter(FailingEngine):
     def _draft_one(self, at: int, batch: DraftBatch, output: DraftOutput) -> None:
         temperature = float(batch.temperatures[at])
         context = [*self.store.read(int(batch.rows[at]), int(batch.past_lengths[at])), int(batch.anchor_ids[at])]
-        begin, acceptance = len(context), []
-        for slot in range(self._gamma):
-            target_logits, logits = self.language.logits(context), self.logits(context)
+        begin, acceptance, margins = len(context), [], []
+        num_slots = batch.uniforms.shape[1]
+        ids = np.arange(self.language.vocab_size) if self._draft_vocab is None else self._draft_vocab
+        for slot in range(num_slots):
+            target_logits, logits = self.language.logits(context), self.logits(context)[ids]
             probs = softmax(logits, temperature)
-            output.draft_logits[at, slot] = logits
-            output.draft_ids[at, slot] = np.sum(np.cumsum(probs) <= batch.uniforms[at, slot] * (1 - 1e-9))
-            acceptance.append(float(np.minimum(probs, softmax(target_logits, temperature)).sum()))
+            if output.draft_logits is not None:
+                output.draft_logits[at, slot] = logits
+            output.draft_ids[at, slot] = ids[np.sum(np.cumsum(probs) <= batch.uniforms[at, slot] * (1 - 1e-9))]
+            acceptance.append(float(np.minimum(probs, softmax(target_logits, temperature)[ids]).sum()))
+            second, first = np.sort(logits)[-2:]
+            margins.append(float(first - second))
             context.append(int(output.draft_ids[at, slot]))
-        if self._confidence is not None:
-            seen = context[begin - 1 : begin - 1 + self._gamma]
+        if self._confidence is None:
+            output.confidence_logits[at] = margins
+        else:
+            seen = context[begin - 1 : begin - 1 + num_slots]
             output.confidence_logits[at] = self._confidence(context[:begin], seen, acceptance)
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
@@ -253,7 +273,8 @@ class ToyDrafter(FailingEngine):
 
     def _forget(self) -> None:
         if self._last is not None:
-            self._last.draft_logits[:] = np.nan
+            if self._last.draft_logits is not None:
+                self._last.draft_logits[:] = np.nan
             self._last.draft_ids[:] = EMPTY
 
 
@@ -269,13 +290,12 @@ def softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
 
 def step_table(price: Callable[[int], float], *, num_tokens: int = 64, draft_ms: float = 0.0) -> StepTable:
     """A step table whose milliseconds depend on batch_tokens alone."""
-    tokens = tuple(range(1, num_tokens + 1))
+    counts = (1, 2, 4, 8, 16, 32, 64)
     return StepTable(
-        num_requests=(1, 64),
-        batch_tokens=tokens,
-        step_ms=(tuple(price(count) for count in tokens),) * 2,
-        draft_ms=(draft_ms, draft_ms),
-        provenance={},
+        num_requests=counts,
+        extra_tokens=tuple(range(num_tokens)),
+        step_ms=(tuple(tuple(price(count + extra) for extra in range(num_tokens)) for count in counts),),
+        draft_ms=(((draft_ms,),) * len(counts),),
     )
 
 
@@ -301,15 +321,17 @@ def make_loop(
     eos_token_ids: Sequence[int] = (),
     decode: Callable[[Sequence[int]], str] = letters,
     step_engine: StepEngine | None = None,
-    temperatures: Sequence[float] | None = None,
+    calibration: Calibration | None = None,
+    on_verified: OnVerified | None = None,
 ) -> DecodingLoop:
-    """`temperatures` are 1 where none are given."""
+    """`calibration` is neutral where none is given."""
     return DecodingLoop(
         target=target,
         drafter=drafter,
         step_engine=step_engine,
         step_table=table,
-        temperatures=temperatures or [1.0] * (drafter.gamma if drafter else 0),
+        calibration=calibration or Calibration.from_temperatures([1.0] * (drafter.gamma if drafter else 0)),
+        on_verified=on_verified,
         eos_token_ids=eos_token_ids,
         decode=decode,
         scheduler=scheduler,

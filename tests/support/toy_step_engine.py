@@ -46,19 +46,20 @@ class ToyStepEngine(FailingEngine):
         chosen = self._select(drafted, select, plain, num_verified)
         verified = ToyTarget.forward(self.target, self._with_drafts(plain, chosen))
         late = TargetOutput(logits=np.full_like(verified.logits, np.nan), taps=np.full_like(verified.taps, np.nan))
-        late_logits = np.full_like(drafted.draft_logits, np.nan)
-        self._handed_out = [late_logits, late.logits, late.taps]
+        late_logits = None if drafted.draft_logits is None else np.full_like(drafted.draft_logits, np.nan)
+        self._handed_out = [array for array in (late_logits, late.logits, late.taps) if array is not None]
 
         def wait() -> HostDrafts:
             self._called("wait")
-            late_logits[:] = drafted.draft_logits
+            if late_logits is not None:
+                late_logits[:] = drafted.draft_logits
             late.logits[:], late.taps[:] = verified.logits, verified.taps
             verify_lens = chosen["verify_len"].copy()
             if self.edit_verify_lens:
                 self.edit_verify_lens(verify_lens)
             return HostDrafts(
                 draft_ids=drafted.draft_ids.copy(),
-                confidence_logits=None if drafted.confidence_logits is None else drafted.confidence_logits.copy(),
+                confidence_logits=drafted.confidence_logits.copy(),
                 verify_lens=verify_lens,
             )
 
@@ -87,10 +88,7 @@ class ToyStepEngine(FailingEngine):
         draft_ids, confidence_logits = np.zeros((num_requests, gamma), np.int64), np.zeros((num_requests, gamma))
         is_token = (drafted.draft_ids >= 0) & (drafted.draft_ids < self.target.vocab_size)
         draft_ids[: len(is_token)] = np.where(is_token, drafted.draft_ids, 0)  # some embedding is looked up
-        # a drafter without a confidence head counts as survival 1
-        without_head = np.full(drafted.draft_ids.shape, 1e4, np.float32)
-        has_head = drafted.confidence_logits is not None
-        confidence_logits[: len(is_token)] = drafted.confidence_logits if has_head else without_head
+        confidence_logits[: len(is_token)] = drafted.confidence_logits
         row_requests, row_query_lengths = np.zeros((2, int(rows.max()) + 1), np.int64)
         row_requests[rows], row_query_lengths[rows] = np.arange(num_requests), 1
         inputs = {

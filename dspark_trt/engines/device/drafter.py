@@ -25,7 +25,7 @@ from dspark_trt.engines.device.cache import DeviceCache
 from dspark_trt.engines.device.calls import group_arrays, to_int64
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
-from dspark_trt.engines.device.select import VERIFY_LEN, select_layout
+from dspark_trt.engines.device.select import CERTAIN_LOGIT, VERIFY_LEN, select_layout
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.row_groups import Int64, positions, row_group
 
@@ -111,12 +111,24 @@ class DeviceDraftEngine:
                 self._ingest_whole(taps[begin:end], rows[part], past[part], query[part])
                 begin = end
 
-    def draft(self, batch: DraftBatch) -> DraftOutput:
-        """Raises CapacityError when the batch exceeds the limits, EngineBuildError when the backend fails."""
+    @property
+    def draft_vocab(self) -> Int64 | None:
+        return None
+
+    def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
+        """Computes all gamma slots, whatever is asked for: the sequential stage is one kernel.
+
+        Raises CapacityError when the batch exceeds the limits, EngineBuildError when the backend fails.
+        """
+        if ingest is not None:
+            self.ingest(ingest)
         call = self.draft_call(batch)
         with torch_errors("drafter, draft"):
             self.inputs.send((call.layout, call.arrays))
-            return self.enqueue(call)
+            whole = self.enqueue(call)
+        n = batch.uniforms.shape[1]
+        assert whole.draft_logits is not None, "a device always has them"
+        return DraftOutput(whole.draft_ids[:, :n], whole.draft_logits[:, :n], whole.confidence_logits[:, :n])
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         """Raises EngineBuildError when the backend fails."""
@@ -139,7 +151,7 @@ class DeviceDraftEngine:
             bindings.ANCHOR_IDS: _padded(anchor_ids, shape[0]),
             bindings.PAST_LENGTHS: _padded(past, shape[0]),
             bindings.TEMPERATURES: _padded(_float32(batch.temperatures), shape[0]),
-            bindings.UNIFORMS: _padded(_float32(batch.uniforms), shape[0]),
+            bindings.UNIFORMS: _padded(_whole_block(_float32(batch.uniforms), self.gamma), shape[0]),
             bindings.BLOCK_ROWS: _padded(rows, shape[0]),
             bindings.ROW_REQUESTS: row_requests,
             bindings.ROW_QUERY_LENGTHS: row_query_lengths,
@@ -151,7 +163,10 @@ class DeviceDraftEngine:
         self.cache.prepare(call.rows, call.past_lengths, self.gamma)
         self._draft_calls(call.shape, lambda: self._draft_tensors(call))
         small, count = self.fetched.tensors, len(call.rows)
-        confidence_logits = small[bindings.CONFIDENCE_LOGITS][:count] if self.dims.has_confidence_head else None
+        if self.dims.has_confidence_head:
+            confidence_logits = small[bindings.CONFIDENCE_LOGITS][:count]
+        else:
+            confidence_logits = torch.full((count, self.gamma), CERTAIN_LOGIT, device=self.device)
         return DraftOutput(small[bindings.DRAFT_IDS][:count], self._draft_logits[:count], confidence_logits)
 
     def _draft_tensors(self, call: DraftCall) -> Tensors:
@@ -216,6 +231,11 @@ def _is_cache(binding: Binding) -> bool:
 
 def _float32(array: Any) -> NDArray[np.float32]:
     return np.asarray(array.cpu() if hasattr(array, "cpu") else array, np.float32)
+
+
+def _whole_block(uniforms: NDArray[np.float32], gamma: int) -> NDArray[np.float32]:
+    """Zeros for the slots that nobody asked for."""
+    return np.pad(uniforms, ((0, 0), (0, gamma - uniforms.shape[1])))
 
 
 def _padded(array: NDArray[Any], size: int) -> NDArray[Any]:

@@ -18,7 +18,7 @@ from dspark_trt.engines.device.calls import TargetCall, check_batch, host_batch,
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import Capture
-from dspark_trt.engines.device.select import VERIFY_LEN, SelectCalls, select_arrays
+from dspark_trt.engines.device.select import CERTAIN_LOGIT, VERIFY_LEN, SelectCalls, select_arrays
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.device.target import DeviceTargetEngine
 
@@ -88,7 +88,9 @@ class DeviceStepEngine:
             self._select_into(calls[0], n, num_rows, batch.num_decode_tokens)
             fetched = drafter.fetched.fetch()
             verified = target.enqueue(calls)
-        return SelectedOutput(_host_drafts(fetched, num_drafting, n), drafted.draft_logits, verified)
+        return SelectedOutput(
+            _host_drafts(fetched, num_drafting, n, self._drafter.gamma), drafted.draft_logits, verified
+        )
 
     def _select_into(self, call: TargetCall, num_requests: int, num_rows: int, num_tokens: int) -> None:
         """Into the index inputs of the step's first call: the decode tokens are its first ones."""
@@ -103,7 +105,7 @@ class DeviceStepEngine:
 
 
 def _host_drafts(
-    fetched: Callable[[], dict[str, NDArray[Any]]], num_drafting: int, num_requests: int
+    fetched: Callable[[], dict[str, NDArray[Any]]], num_drafting: int, num_requests: int, gamma: int
 ) -> Callable[[], HostDrafts]:
     def wait() -> HostDrafts:
         with torch_errors("draft and selection"):
@@ -111,7 +113,9 @@ def _host_drafts(
         confidence_logits = found.get(bindings.CONFIDENCE_LOGITS)
         return HostDrafts(
             draft_ids=found[bindings.DRAFT_IDS][:num_drafting],
-            confidence_logits=None if confidence_logits is None else confidence_logits[:num_drafting],
+            confidence_logits=np.full((num_drafting, gamma), CERTAIN_LOGIT, np.float32)
+            if confidence_logits is None
+            else confidence_logits[:num_drafting],
             verify_lens=found[VERIFY_LEN][:num_requests],
         )
 

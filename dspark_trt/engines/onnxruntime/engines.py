@@ -135,8 +135,16 @@ class OnnxRuntimeDraftEngine:
             (first_row, num_rows), lambda: self._caches(first_row, num_rows, [bindings.cache_output]), inputs, {}
         )
 
-    def draft(self, batch: DraftBatch) -> DraftOutput:
+    @property
+    def draft_vocab(self) -> NDArray[np.int64] | None:
+        return None
+
+    def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
+        if ingest is not None:
+            self.ingest(ingest)
+        num_slots = batch.uniforms.shape[1]
+        uniforms = np.pad(batch.uniforms, ((0, 0), (0, self.gamma - num_slots)))
         rows, anchor_ids, past = _int64(batch.rows, batch.anchor_ids, batch.past_lengths)
         check_rows(self.limits, rows, past + 1)
         num_requests, first_row = len(rows), int(rows.min())
@@ -148,21 +156,24 @@ class OnnxRuntimeDraftEngine:
             bindings.ANCHOR_IDS: anchor_ids,
             bindings.PAST_LENGTHS: past,
             bindings.TEMPERATURES: np.ascontiguousarray(batch.temperatures, np.float32),
-            bindings.UNIFORMS: np.ascontiguousarray(batch.uniforms, np.float32),
+            bindings.UNIFORMS: np.ascontiguousarray(uniforms, np.float32),
             bindings.BLOCK_ROWS: rows - first_row,
             bindings.ROW_REQUESTS: row_requests,
             bindings.ROW_QUERY_LENGTHS: row_query_lengths,
         }
         draft_ids, draft_logits = self._draft_ids[:num_requests], self._draft_logits[:num_requests]
         outputs: dict[str, NDArray[Any]] = {bindings.DRAFT_IDS: draft_ids, bindings.DRAFT_LOGITS: draft_logits}
-        confidence_logits = None
+        confidence_logits = self._confidence_logits[:num_requests]
         if self._dims.has_confidence_head:
-            confidence_logits = outputs[bindings.CONFIDENCE_LOGITS] = self._confidence_logits[:num_requests]
+            outputs[bindings.CONFIDENCE_LOGITS] = confidence_logits
         names = [bindings.cache_output]
         if self._dims.attention == "drafter":
             names.append(bindings.cache_block_output)
         self._draft.run((first_row, num_rows), lambda: self._caches(first_row, num_rows, names), inputs, outputs)
-        return DraftOutput(draft_ids, draft_logits, confidence_logits)
+        if not self._dims.has_confidence_head:
+            largest = np.partition(draft_logits, -2, axis=-1)
+            np.subtract(largest[..., -1], largest[..., -2], out=confidence_logits)
+        return DraftOutput(draft_ids[:, :num_slots], draft_logits[:, :num_slots], confidence_logits[:, :num_slots])
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._pool.move_row(source, destination, num_positions)

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dspark_trt.contract.scheduler import SchedulerConfig
-from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler
+from dspark_trt.runtime.prefix_scheduler import Offer
+from tests.support.schedulers import LogitScheduler
 
 GAMMA = 4
 LOGITS = st.sampled_from([-5.0, -1.0, 0.5, 5.0, 5.0, float("nan"), float("inf")])
@@ -36,7 +37,7 @@ def steps(draw: Any) -> dict[str, Any]:
 
 def verify_lens(config: SchedulerConfig, step: dict[str, Any], logits: np.ndarray) -> np.ndarray:
     """The choice of a step that two steps (the same ones, always) went before."""
-    scheduler = PrefixScheduler(config, temperatures=[1.0] * GAMMA, num_rows=len(logits))
+    scheduler = LogitScheduler(config, [1.0] * GAMMA, num_rows=len(logits))
     rows = np.arange(len(logits))
     offer = Offer(
         rows=rows,
@@ -45,6 +46,7 @@ def verify_lens(config: SchedulerConfig, step: dict[str, Any], logits: np.ndarra
         is_forced=step["is_forced"],
         num_requests=len(rows),
         step_ms=step["step_ms"],
+        is_greedy=np.zeros(len(rows), bool),
     )
     for past in [*step["past"], logits]:
         chosen = scheduler.choose(past, offer)

@@ -9,7 +9,8 @@ import pytest
 from dspark_trt_plugins.prefix_select.reference import best_budget, early_stop, lagged_budget, survival
 
 from dspark_trt.contract.scheduler import SchedulerConfig
-from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler
+from dspark_trt.runtime.prefix_scheduler import Offer
+from tests.support.schedulers import LogitScheduler
 
 GAMMA = 7
 
@@ -40,7 +41,7 @@ class Step:
     def padded(self, values: np.ndarray) -> np.ndarray:
         return np.concatenate([values, np.ones((self.num_undrafted, GAMMA))])
 
-    def by_runtime(self, scheduler: PrefixScheduler, rows: np.ndarray, generations: np.ndarray) -> list[int]:
+    def by_runtime(self, scheduler: LogitScheduler, rows: np.ndarray, generations: np.ndarray) -> list[int]:
         num_requests = len(self.caps) + self.num_undrafted
         first = self.prefill_tokens + num_requests
         offer = Offer(
@@ -50,6 +51,7 @@ class Step:
             is_forced=self.is_forced,
             num_requests=num_requests,
             step_ms=self.step_ms[first : first + int(self.caps.sum()) + 1],
+            is_greedy=np.zeros(len(self.caps), bool),
         )
         return scheduler.choose(self.confidence_logits, offer).tolist()
 
@@ -58,7 +60,7 @@ class Step:
 def test_early_stop_equals_the_reference(seed: int) -> None:
     random = np.random.default_rng(seed)
     temperatures = random.uniform(0.5, 2, GAMMA)
-    scheduler = PrefixScheduler(SchedulerConfig("early_stop"), temperatures=list(temperatures), num_rows=16)
+    scheduler = LogitScheduler(SchedulerConfig("early_stop"), list(temperatures), num_rows=16)
     admitted = 0
     for _ in range(50):
         step = Step(random, int(random.integers(1, 12)))
@@ -75,7 +77,7 @@ def test_early_stop_equals_the_reference(seed: int) -> None:
 def test_lagged_budget_equals_the_reference_on_survivals_two_steps_old(seed: int) -> None:
     random = np.random.default_rng(seed)
     temperatures = random.uniform(0.5, 2, GAMMA)
-    scheduler = PrefixScheduler(SchedulerConfig("lagged_budget"), temperatures=list(temperatures), num_rows=16)
+    scheduler = LogitScheduler(SchedulerConfig("lagged_budget"), list(temperatures), num_rows=16)
     rows = random.permutation(16)[: int(random.integers(1, 12))]
     history = [np.ones((len(rows), GAMMA))] * 2  # requests without history count as survival 1
     for _ in range(50):

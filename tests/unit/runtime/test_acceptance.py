@@ -35,8 +35,8 @@ def make_block(draft_ids: list[list[int]], draft_logits: Any, temperatures: list
     return DraftBlock(
         draft_ids=np.array(draft_ids, dtype=np.int64),
         draft_logits=draft_logits,
-        temperatures=temperatures,
-        confidence_logits=None,
+        temperatures=np.array(temperatures, dtype=np.float32),
+        confidence_logits=np.zeros((len(draft_ids), GAMMA), dtype=np.float32),
         num_usable=np.full(len(draft_ids), GAMMA),
     )
 

@@ -12,7 +12,7 @@ from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, 
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.loop import ENGINE_FAILED, DecodingLoop
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
-from dspark_trt.runtime.verification import level_down
+from dspark_trt.runtime.step_plan import level_down
 from tests.support.toy_engines import (
     LIMITS,
     MODERATE,
@@ -187,7 +187,10 @@ def test_prompts_are_counted_as_batch_tokens_when_drafts_are_priced() -> None:
     assert parts.loop.last_step.num_drafts_verified == GAMMA
     parts.submit(request("long", prompt_of(100)))
     parts.step()
-    assert (parts.loop.last_step.num_prefill_tokens, parts.loop.last_step.num_drafts_verified) == (56, 0)
+    assert (parts.loop.last_step.num_prefill_tokens, parts.loop.last_step.num_drafts_verified) == (
+        40,
+        0,
+    )  # and the chunk ends where a step would take more than four times a plain one
 
 
 def test_idle_requests_cost_nothing_and_rows_stay_dense() -> None:
@@ -299,7 +302,8 @@ def test_a_drafter_gone_mad_changes_no_output(config: SchedulerConfig, poison: f
 
     def poison_output(batch: DraftBatch, output: DraftOutput) -> None:
         call = parts.drafter.num_calls["draft"]
-        output.draft_logits[:, call % GAMMA, :] = poison
+        if output.draft_logits is not None:
+            output.draft_logits[:, call % GAMMA, :] = poison
         output.confidence_logits[:, (call + 2) % GAMMA] = poison
         if call % 3 == 0:
             output.draft_ids[:, call % GAMMA] = (-1, 16, 10**9)[call % 9 // 3]
@@ -389,7 +393,7 @@ def test_a_step_record_says_what_the_step_did() -> None:
     assert record.num_drafts_proposed == 2 * GAMMA
     assert record.batch_tokens == 2 + record.num_drafts_verified
     assert record.num_tokens_emitted == 2 + record.num_drafts_accepted
-    assert min(record.ingest_ms, record.draft_ms, record.verify_ms, record.outside_ms) > 0
+    assert min(record.draft_ms, record.verify_ms, record.outside_ms) > 0
     assert record.total_ms == pytest.approx(
         record.ingest_ms + record.draft_ms + record.verify_ms + record.outside_ms, rel=1e-9
     )

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.errors import CapacityError, RecipeError, RequestError
@@ -368,12 +369,12 @@ def test_engines_that_do_not_fit_each_other_are_refused() -> None:
         make_loop(target, ToyDrafter(LANGUAGE, EngineLimits(4, 32, 64)), SchedulerConfig("fixed"))
     with pytest.raises(CapacityError, match="max_batch_tokens = 3"):
         loop_with(OFF, limits=EngineLimits(4, 64, 3))
-    with pytest.raises(RecipeError, match="expected one for each of 4 slots, found 2"):
+    with pytest.raises(RecipeError, match="expected 4 slots, found 2"):
         DecodingLoop(
             target=target,
             drafter=ToyDrafter(LANGUAGE, LIMITS, gamma=4),
             step_table=MODERATE,
-            temperatures=[1.0, 1.0],
+            calibration=Calibration.from_temperatures([1.0, 1.0]),
             eos_token_ids=[],
             decode=letters,
             scheduler=SchedulerConfig("fixed"),

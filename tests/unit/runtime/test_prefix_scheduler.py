@@ -7,23 +7,28 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.prefix_scheduler import (
     Offer,
-    PrefixScheduler,
     admission_order,
     best_count,
-    calibrated_confidence,
     early_stop_count,
     survival_of,
 )
 from dspark_trt.runtime.survival_history import SurvivalHistory
+from tests.support.schedulers import LogitScheduler
 
 
 def logit(confidence: Any) -> np.ndarray:
     values = np.asarray(confidence, dtype=np.float64)
     return np.log(values / (1 - values)).astype(np.float32)
+
+
+def confidence_of(logits: Any, temperatures: list[float]) -> np.ndarray:
+    calibration = Calibration.from_temperatures(temperatures)
+    return calibration.confidence(np.array(logits, dtype=np.float32), np.zeros(len(logits), bool))
 
 
 def choose(
@@ -35,15 +40,12 @@ def choose(
     is_forced: Any = None,
     num_requests: int | None = None,
     threshold: float | None = None,
-    has_head: bool = True,
-    scheduler: PrefixScheduler | None = None,
+    scheduler: LogitScheduler | None = None,
 ) -> list[int]:
     confidence = np.asarray(confidence, dtype=np.float64)
     num_drafting, gamma = confidence.shape
     caps = np.full(num_drafting, gamma) if caps is None else np.array(caps)
-    scheduler = scheduler or PrefixScheduler(
-        SchedulerConfig(mode, threshold=threshold), temperatures=[1.0] * gamma, num_rows=8
-    )
+    scheduler = scheduler or LogitScheduler(SchedulerConfig(mode, threshold=threshold), [1.0] * gamma, num_rows=8)
     offer = Offer(
         rows=np.arange(num_drafting),
         generations=np.arange(num_drafting),
@@ -51,8 +53,9 @@ def choose(
         is_forced=np.zeros(num_drafting, bool) if is_forced is None else np.array(is_forced),
         num_requests=num_requests or num_drafting,
         step_ms=None if step_ms is None else np.asarray(step_ms, dtype=np.float64),
+        is_greedy=np.zeros(num_drafting, bool),
     )
-    return scheduler.choose(logit(confidence) if has_head else None, offer).tolist()
+    return scheduler.choose(logit(confidence), offer).tolist()
 
 
 def test_off_and_fixed_verify_the_caps() -> None:
@@ -98,27 +101,19 @@ def test_caps_bound_the_candidates() -> None:
     assert choose("early_stop", [[0.9] * 4, [0.9] * 4, [0.9] * 4], caps=[0, 1, 4], step_ms=[10.0] * 6) == [0, 1, 4]
 
 
-def test_without_a_confidence_head_slots_are_handed_out_breadth_first() -> None:
-    """Survival 1 everywhere: two tokens for 10 ms, then 1 ms for each of four drafts, and 100 ms for any more."""
-    step_ms = np.concatenate((10 + np.arange(6), 200 + np.arange(3)))
-    assert choose("early_stop", [[0.1] * 4, [0.1] * 4], step_ms=step_ms, has_head=False) == [3, 2]
-    assert choose("threshold", [[0.1] * 4], threshold=0.9, has_head=False) == [4]
-
-
 def test_sts_temperatures_divide_the_logits_slot_by_slot() -> None:
-    confidence = calibrated_confidence(np.array([[2.0, 2.0, -3.0]], dtype=np.float32), np.array([1.0, 2.0, 0.5]))
+    confidence = confidence_of([[2.0, 2.0, -3.0]], [1.0, 2.0, 0.5])
     assert confidence[0].tolist() == pytest.approx([1 / (1 + np.exp(-2)), 1 / (1 + np.exp(-1)), 1 / (1 + np.exp(6))])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_non_finite_confidence_is_survival_0_from_there_on(bad: float) -> None:
-    logits = np.array([[3.0, bad, 3.0]], dtype=np.float32)
-    assert survival_of(calibrated_confidence(logits, np.ones(3)))[0, 1:].tolist() == [0, 0]
+    assert survival_of(confidence_of([[3.0, bad, 3.0]], [1.0] * 3))[0, 1:].tolist() == [0, 0]
 
 
 def test_huge_confidence_logits_do_not_overflow() -> None:
     with np.errstate(all="raise"):
-        confidence = calibrated_confidence(np.array([[3e38, -3e38]], dtype=np.float32), np.array([0.01, 0.01]))
+        confidence = confidence_of([[3e38, -3e38]], [0.01, 0.01])
     assert confidence.tolist() == [[1.0, 0.0]]
 
 
@@ -138,7 +133,7 @@ def test_forced_requests_are_verified_up_to_their_caps(mode: SchedulerMode) -> N
 
 
 def test_lagged_budget_takes_k_from_two_steps_ago_and_ranks_by_fresh_confidences() -> None:
-    scheduler = PrefixScheduler(SchedulerConfig("lagged_budget"), temperatures=[1.0, 1.0], num_rows=8)
+    scheduler = LogitScheduler(SchedulerConfig("lagged_budget"), [1.0, 1.0], num_rows=8)
     step_ms = [10, 11, 12, 13, 14]
 
     def step(confidence: Any) -> list[int]:
@@ -154,7 +149,7 @@ def test_lagged_budget_takes_k_from_two_steps_ago_and_ranks_by_fresh_confidences
 
 
 def test_lagged_budget_gives_its_drafts_to_the_best_fresh_ones() -> None:
-    scheduler = PrefixScheduler(SchedulerConfig("lagged_budget"), temperatures=[1.0, 1.0], num_rows=8)
+    scheduler = LogitScheduler(SchedulerConfig("lagged_budget"), [1.0, 1.0], num_rows=8)
     step_ms = [10, 11, 12, 30, 40]
     lens = [
         choose("lagged_budget", confidence, step_ms=step_ms, scheduler=scheduler)
@@ -171,7 +166,7 @@ def exchange(history: SurvivalHistory, rows: np.ndarray, generations: np.ndarray
 
 
 def test_history_belongs_to_the_occupant_and_not_to_the_row() -> None:
-    history = SurvivalHistory(num_rows=3, gamma=2)
+    history = SurvivalHistory(num_rows=3, gamma=2, prior=np.ones(2))
     rows = np.array([0, 1])
     first = np.array([[0.5, 0.4], [0.3, 0.2]])
     exchange(history, rows, np.array([10, 11]), first)
@@ -181,7 +176,7 @@ def test_history_belongs_to_the_occupant_and_not_to_the_row() -> None:
 
 
 def test_history_follows_a_moved_row() -> None:
-    history = SurvivalHistory(num_rows=3, gamma=1)
+    history = SurvivalHistory(num_rows=3, gamma=1, prior=np.ones(1))
     exchange(history, np.array([0, 2]), np.array([10, 12]), np.array([[0.5], [0.3]]))
     exchange(history, np.array([0, 2]), np.array([10, 12]), np.array([[0.6], [0.4]]))
     history.move(2, 0)
@@ -190,7 +185,7 @@ def test_history_follows_a_moved_row() -> None:
 
 
 def test_a_step_without_drafts_of_a_request_leaves_it_without_history() -> None:
-    history = SurvivalHistory(num_rows=2, gamma=1)
+    history = SurvivalHistory(num_rows=2, gamma=1, prior=np.ones(1))
     both, only_first = np.array([0, 1]), np.array([0])
     exchange(history, both, np.array([1, 2]), np.array([[0.5], [0.5]]))
     exchange(history, only_first, np.array([1]), np.array([[0.5]]))
@@ -217,9 +212,9 @@ def test_a_wrong_scheduler_is_refused(arguments: dict[str, Any]) -> None:
 @pytest.mark.parametrize("temperatures", [[1.0, 0.0], [1.0, float("nan")], [-1.0, 1.0]])
 def test_wrong_confidence_temperatures_are_refused(temperatures: list[float]) -> None:
     with pytest.raises(RecipeError, match="confidence temperatures"):
-        PrefixScheduler(SchedulerConfig("early_stop"), temperatures=temperatures, num_rows=1)
+        Calibration.from_temperatures(temperatures)
 
 
 def test_a_verify_length_beyond_gamma_is_refused() -> None:
-    with pytest.raises(RecipeError, match="at most gamma = 2, found 3"):
-        PrefixScheduler(SchedulerConfig("fixed", verify_len=3), temperatures=[1.0, 1.0], num_rows=1)
+    with pytest.raises(RecipeError, match="at most gamma = 2 drafts, found fixed:3"):
+        LogitScheduler(SchedulerConfig("fixed", verify_len=3), [1.0, 1.0], num_rows=1)

@@ -1,0 +1,156 @@
+"""Decides, before anything is drafted, how many slots are drafted and for which requests: never slower than not drafting.
+
+Shape letters: `R` requests that decode, `L` remembered blocks, `G` gamma. Source: DESIGN section 7.
+
+Everything it reads is past: survivals of blocks at least two steps old, prices, caps. Drafting is worth its time where
+
+    max over K of  tau(K) / (host + draft + step(P + R + K))   >   R / (host + step(P + R))
+
+tau(K) pools the remembered blocks of all requests that would draft: the K L best of their L blocks, spread over L steps, is what
+a scheduler that sees fresh confidences can expect. Requests whose drafts fail are left out first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.runtime.prices import StepPrices
+from dspark_trt.runtime.survival_history import NUM_REMEMBERED, Ints, SurvivalHistory
+
+MIN_GAIN = 0.01  # expected throughput must rise by so much before drafting begins
+EXPLORATION_SHARE = 0.005  # of the time of steps goes into looking again at drafts that are not worth it now
+NUM_EXPLORED_SLOTS = 2
+MAX_STEPS_BETWEEN_CHOICES = 4  # the same requests need no new choice for so many steps
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What the policy knows of a step: fixed before anything is drafted."""
+
+    rows: Ints  # [R] KV rows of the requests that decode
+    generations: Ints  # [R] of their occupants
+    caps: Ints  # [R] drafts that may be verified at most
+    num_pending: Ints  # [R] positions that the drafter's context lacks
+    context_tokens: float  # mean positions that a request holds
+    num_segments: int  # the requests that decode, and the prompt chunks beside them
+    num_extra_tokens: int  # prompt tokens beyond one a chunk
+
+
+@dataclass(frozen=True, slots=True)
+class DraftChoice:
+    """Who drafts, and how much."""
+
+    num_slots: int  # n; 0: nobody drafts
+    is_drafting: NDArray[np.bool_]  # [R]
+    is_explored: NDArray[np.bool_]  # [R] drafts in order to learn: verified at its cap
+    expected_gain: float = 1.0  # expected throughput over that of a step that does not draft
+
+    @classmethod
+    def nobody(cls, num_requests: int) -> DraftChoice:
+        none = np.zeros(num_requests, dtype=np.bool_)
+        return cls(0, none, none)
+
+
+class DraftPolicy:
+    """One choice a step."""
+
+    def __init__(
+        self, prices: StepPrices, history: SurvivalHistory, *, num_rows: int, slot_counts: Sequence[int]
+    ) -> None:
+        """`slot_counts`: how many slots a block may have, ascending."""
+        self._prices = prices
+        self._history = history
+        self._slot_counts = slot_counts
+        self._credit_ms = 0.0
+        self._num_steps = 0
+        self._seen_at = np.zeros(num_rows, dtype=np.int64)  # the step in which a row's drafts were verified last
+        self._seen_generation = np.full(num_rows, -1, dtype=np.int64)
+        self._last: DraftChoice | None = None
+        self._last_key: tuple[bytes, int] = (b"", 0)
+        self._num_kept = 0
+
+    def choose(self, step: Decoding) -> DraftChoice:
+        """Who drafts in this step, and how many slots."""
+        self._num_steps += 1
+        num_requests = len(step.rows)
+        if not num_requests or not step.caps.any():
+            return DraftChoice.nobody(num_requests)
+        choice = self._explore(step, self._best_or_last(step))
+        drafting = choice.is_drafting
+        self._seen_at[step.rows[drafting]] = self._num_steps
+        return choice
+
+    def move_row(self, source: int, destination: int) -> None:
+        self._seen_at[destination] = self._seen_at[source]
+        self._seen_generation[destination] = self._seen_generation[source]
+
+    def _best_or_last(self, step: Decoding) -> DraftChoice:
+        key = (step.generations.tobytes(), step.num_extra_tokens)
+        if self._last is None or key != self._last_key or self._num_kept >= MAX_STEPS_BETWEEN_CHOICES:
+            self._last, self._last_key, self._num_kept = self._best(step), key, 0
+        self._num_kept += 1
+        return self._last
+
+    def _best(self, step: Decoding) -> DraftChoice:
+        """The choice of greatest expected throughput."""
+        num_requests, gamma = len(step.rows), self._slot_counts[-1]
+        survival = self._history.remembered(step.rows, step.generations)[:, :, :gamma].copy()  # [R, L, G]
+        survival *= (np.arange(gamma) < step.caps[:, None])[:, None, :]
+        gains = survival.mean(axis=1)  # [R, G]
+        order = np.argsort(-gains.sum(axis=1), kind="stable")
+        order = order[step.caps[order] > 0]
+        context, extra = step.context_tokens, step.num_extra_tokens
+        steps_ms = self._prices.plain(step.num_segments, context, extra, extra + num_requests * gamma)
+        plain = num_requests / float(steps_ms[0])
+        was_drafting = self._last is not None and self._last.num_slots > 0
+        threshold = plain * (1.0 if was_drafting else 1.0 + MIN_GAIN)
+        best, best_slots, best_count = threshold, 0, 0
+        for count in sorted({len(order), *(len(order) * part // 4 for part in (1, 2, 3)), min(1, len(order))} - {0}):
+            chosen = order[:count]
+            pending = int(step.num_pending[chosen].sum())
+            host = self._prices.drafting_host(count)
+            for num_slots in self._slot_counts:
+                values = -np.sort(-survival[chosen, :, :num_slots], axis=None)
+                tokens = num_requests + np.cumsum(values)[NUM_REMEMBERED - 1 :: NUM_REMEMBERED] / NUM_REMEMBERED
+                cost = steps_ms[1 : len(tokens) + 1] + (self._prices.draft(count, num_slots, context, pending) + host)
+                throughput = float((tokens / cost).max())
+                if throughput > best:
+                    best, best_slots, best_count = throughput, num_slots, count
+        if not best_slots:
+            return DraftChoice.nobody(num_requests)
+        is_drafting = np.zeros(num_requests, dtype=np.bool_)
+        is_drafting[order[:best_count]] = True
+        return DraftChoice(best_slots, is_drafting, np.zeros(num_requests, dtype=np.bool_), best / plain)
+
+    def _explore(self, step: Decoding, choice: DraftChoice) -> DraftChoice:
+        """Add the request whose drafts were seen longest ago, when enough time has been saved up for it."""
+        if choice.is_drafting.all():
+            return choice
+        is_new = self._seen_generation[step.rows] != step.generations
+        self._seen_generation[step.rows] = step.generations
+        self._seen_at[step.rows[is_new]] = self._num_steps
+        extra = step.num_extra_tokens
+        few = min(each for each in self._slot_counts if each >= min(NUM_EXPLORED_SLOTS, self._slot_counts[-1]))
+        num_slots = choice.num_slots or few
+        steps_ms = self._prices.plain(step.num_segments, step.context_tokens, extra, extra + num_slots)
+        self._credit_ms += EXPLORATION_SHARE * float(steps_ms[0])
+        idle = np.flatnonzero(~choice.is_drafting & (step.caps > 0))
+        if not len(idle):
+            return choice
+        explored = int(idle[np.argmin(self._seen_at[step.rows[idle]])])
+        drafting = int(choice.is_drafting.sum())
+        cost = float(steps_ms[-1] - steps_ms[0]) + self._prices.draft(
+            drafting + 1, num_slots, step.context_tokens, int(step.num_pending[explored])
+        )
+        cost -= self._prices.draft(drafting, num_slots, step.context_tokens, 0)
+        cost += self._prices.drafting_host(drafting + 1) - self._prices.drafting_host(drafting)
+        if self._credit_ms < cost:
+            return choice
+        self._credit_ms = 0.0
+        is_drafting, is_explored = choice.is_drafting.copy(), choice.is_explored.copy()
+        is_drafting[explored] = is_explored[explored] = True
+        return DraftChoice(num_slots, is_drafting, is_explored, choice.expected_gain)

@@ -1,0 +1,109 @@
+"""Taps of committed positions that the drafter's context does not have yet.
+
+Shape letters: `T` tokens, `M`*`D` tap width. Source: DESIGN section 3, Caches.
+
+A step that does not draft for a request may leave its taps here, so that not drafting costs next to nothing and drafting
+resumes without loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from array_api_compat import array_namespace
+
+from dspark_trt.contract.protocol import IngestBatch
+from dspark_trt.runtime.arrays import take_rows
+from dspark_trt.runtime.kv import CacheLengths
+from dspark_trt.runtime.state import RequestState
+
+Array = Any  # of the engine's library
+
+MAX_PENDING_POSITIONS = 64  # of a request; more are brought up although nothing is drafted
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """Consecutive positions of one request in the copy that a step made."""
+
+    taps: Array  # [T, M*D] of the whole step
+    first: int
+    count: int
+
+
+class PendingTaps:
+    """Per request, in the order of positions."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[RequestState, list[_Chunk]] = {}
+
+    def keep(self, committed: Sequence[tuple[RequestState, int, int]], taps: Array) -> None:
+        """Copy what a step committed, since the target's buffer is used again: (request, its first token, how many)."""
+        if not committed:
+            return
+        copy = take_rows(taps, np.concatenate([np.arange(first, first + count) for _, first, count in committed]))
+        at = 0
+        for state, _, count in committed:
+            self._chunks.setdefault(state, []).append(_Chunk(copy, at, count))
+            at += count
+
+    def num_positions(self, state: RequestState) -> int:
+        return sum(chunk.count for chunk in self._chunks.get(state, ()))
+
+    def overdue(self) -> list[RequestState]:
+        """Requests with more than may wait."""
+        return [state for state in self._chunks if self.num_positions(state) > MAX_PENDING_POSITIONS]
+
+    def drop(self, states: Iterable[RequestState]) -> None:
+        """Forget requests that have ended or will not draft again."""
+        for state in states:
+            self._chunks.pop(state, None)
+
+    def take(
+        self, states: Sequence[RequestState], context: CacheLengths, max_tokens: int
+    ) -> tuple[list[RequestState], IngestBatch] | None:
+        """The taps of `states` as one call, of at most max_tokens; call again until there is None."""
+        taken: list[RequestState] = []
+        counts: list[int] = []
+        chunks: list[_Chunk] = []
+        room = max_tokens
+        for state in states:
+            count = 0
+            waiting = self._chunks.get(state, [])
+            while waiting and room:
+                chunk = waiting.pop(0)
+                if chunk.count > room:
+                    waiting.insert(0, _Chunk(chunk.taps, chunk.first + room, chunk.count - room))
+                    chunk = _Chunk(chunk.taps, chunk.first, room)
+                chunks.append(chunk)
+                count += chunk.count
+                room -= chunk.count
+            if not waiting:
+                self._chunks.pop(state, None)
+            if count:
+                taken.append(state)
+                counts.append(count)
+        if not taken:
+            return None
+        rows = np.array([state.row for state in taken], dtype=np.int64)
+        return taken, IngestBatch(
+            taps=_joined(chunks),
+            rows=rows,
+            past_lengths=context.committed[rows],
+            query_lengths=np.array(counts, dtype=np.int64),
+        )
+
+
+def _joined(chunks: Sequence[_Chunk]) -> Array:
+    """One array of all chunks; no copy where they stand one behind the other already."""
+    first = chunks[0]
+    end = first.first
+    for chunk in chunks:
+        if chunk.taps is not first.taps or chunk.first != end:
+            xp = array_namespace(first.taps)
+            return xp.concat([chunk.taps[chunk.first : chunk.first + chunk.count, :] for chunk in chunks])
+        end += chunk.count
+    return first.taps[first.first : end, :]

@@ -1,0 +1,34 @@
+"""Prefix schedulers without a loop around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.runtime.corrections import AcceptanceCorrection
+from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler
+from dspark_trt.runtime.survival_history import SurvivalHistory
+
+
+class LogitScheduler:
+    """A prefix scheduler that is handed raw confidence logits."""
+
+    def __init__(self, config: SchedulerConfig, temperatures: Sequence[float], num_rows: int) -> None:
+        self.calibration = Calibration.from_temperatures(temperatures)
+        expected = np.ones(len(temperatures))
+        self.history = SurvivalHistory(num_rows=num_rows, gamma=len(temperatures), prior=expected)
+        self.prefixes = PrefixScheduler(
+            config,
+            calibration=self.calibration,
+            history=self.history,
+            acceptance=AcceptanceCorrection(len(temperatures)),
+            expected_survival=expected,
+        )
+
+    def choose(self, logits: np.ndarray, offer: Offer) -> np.ndarray:
+        """One step."""
+        self.prefixes.advance()
+        return self.prefixes.choose(self.calibration.confidence(logits, offer.is_greedy), offer)
