@@ -68,6 +68,7 @@ def sample(
     skill: float = 0.6,
     confidence: Any = honest_confidence,
     gamma: int = 4,
+    draft_vocab: tuple[int, ...] | None = None,
     twins: bool = False,
     eos: tuple[int, ...] = (),
     num_samples: int = NUM_SAMPLES,
@@ -79,7 +80,7 @@ def sample(
     fused: a step engine drafts, selects and verifies.
     """
     target = ToyTarget(LANGUAGE, LIMITS)
-    drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence)
+    drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence, draft_vocab=draft_vocab)
     step_engine = ToyStepEngine(target, drafter) if fused else None
     loop = make_loop(target, drafter, config, table=table, eos_token_ids=eos, step_engine=step_engine)
     requests = []
@@ -95,7 +96,7 @@ def sample(
     outputs = run(loop, requests)
     assert loop.totals.num_rows_moved > num_samples / 10, "slots churn"
     if config.mode != "off":
-        assert loop.totals.num_drafts_accepted > 0
+        assert loop.totals.num_drafts_verified > 0
     if step_engine is not None:
         assert step_engine.num_calls["draft_and_verify"] == drafter.num_calls["draft"], "the step engine drafts, always"
     return [tuple(outputs[f"counted-{seed}"].token_ids) for seed in range(num_samples)]

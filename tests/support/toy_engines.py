@@ -302,6 +302,7 @@ def step_table(price: Callable[[int], float], *, num_tokens: int = 64, draft_ms:
 FLAT = step_table(lambda count: 10.0)
 STEEP = step_table(lambda count: float(count))
 MODERATE = step_table(lambda count: 10.0 + count)
+DEAR = step_table(lambda count: 10.0 + count, draft_ms=40.0)
 STAIRS = step_table(lambda count: 10.0 + 4.0 * (-(-count // 4)))
 
 LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=64)

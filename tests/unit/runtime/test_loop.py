@@ -36,6 +36,7 @@ ALL_MODES = [
     SchedulerConfig("threshold", threshold=0.4),
     SchedulerConfig("early_stop"),
     SchedulerConfig("lagged_budget"),
+    SchedulerConfig("auto"),
 ]
 modes = pytest.mark.parametrize("config", ALL_MODES, ids=lambda config: config.mode)
 

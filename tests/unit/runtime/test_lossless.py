@@ -1,7 +1,7 @@
 """The output distribution is the target's, exactly: chi-square of whole outputs against the exact one (tests/support/lossless.py).
 
 Seeds are fixed, so a result never changes. Had the draws been random, a test would fail falsely with probability 1e-4, and
-any of the 26 here with 0.26 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
+any of the 55 here with 0.55 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.steptable.table import StepTable
 from tests.support.lossless import assert_lossless
 from tests.support.toy_engines import (
+    DEAR,
     FLAT,
     STAIRS,
     STEEP,
@@ -37,11 +38,12 @@ CONFIGS = {
     "threshold": SchedulerConfig("threshold", threshold=0.7),
     "early_stop": SchedulerConfig("early_stop"),
     "lagged_budget": SchedulerConfig("lagged_budget"),
+    "auto": SchedulerConfig("auto"),
 }
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 4}
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-adaptive = pytest.mark.parametrize("mode", ["early_stop", "lagged_budget"])
+adaptive = pytest.mark.parametrize("mode", ["early_stop", "lagged_budget", "auto"])
 
 
 def test_plain_decoding() -> None:
@@ -57,6 +59,25 @@ def test_a_middling_drafter(config: SchedulerConfig) -> None:
 def test_a_drafter_that_is_bad_on_purpose(config: SchedulerConfig) -> None:
     """It proposes what the target avoids, and its confidence swings with the token before."""
     assert_lossless(config, SAMPLED, skill=-0.9, confidence=capricious_confidence)
+
+
+@configs
+@pytest.mark.parametrize("draft_vocab", [(0, 2), (1, 2, 3)])
+def test_a_draft_vocabulary_that_lacks_tokens(config: SchedulerConfig, draft_vocab: tuple[int, ...]) -> None:
+    """Tokens that the drafter cannot propose come from the residual, at their own rate."""
+    assert_lossless(config, SAMPLED, draft_vocab=draft_vocab, confidence=capricious_confidence)
+
+
+@configs
+def test_a_drafter_without_confidence_head(config: SchedulerConfig) -> None:
+    assert_lossless(config, SAMPLED, confidence=None)
+
+
+@pytest.mark.parametrize("table", [FLAT, DEAR], ids=["drafting pays", "drafting does not pay"])
+@pytest.mark.parametrize("skill", [0.9, -0.9])
+def test_skipping_exploring_and_correcting(table: StepTable, skill: float) -> None:
+    """Where blocks are dear, most steps do not draft, and single requests are looked at again."""
+    assert_lossless(SchedulerConfig("auto"), SAMPLED, table=table, skill=skill, confidence=capricious_confidence)
 
 
 @adaptive
@@ -166,7 +187,7 @@ def toss(config: SchedulerConfig, num_tosses: int) -> float:
     return heads / num_tosses
 
 
-@pytest.mark.parametrize("mode", ["early_stop", "lagged_budget", "threshold", "fixed"])
+@pytest.mark.parametrize("mode", ["early_stop", "lagged_budget", "auto", "threshold", "fixed"])
 def test_the_papers_counterexample_gives_the_targets_distribution(mode: Any) -> None:
     """1500 tosses, standard deviation 0.0118: 0.7 within 4 of them (false failure 6e-5); the bias would give 0.85."""
     config = SchedulerConfig(mode, threshold=0.9 if mode == "threshold" else None)
