@@ -37,6 +37,7 @@ from dspark_trt.building.manifest import (
     write_atomically,
     write_manifest,
 )
+from dspark_trt.building.plan import check_recipe, make_plan
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.building.stages import STAGES, Stage
 from dspark_trt.errors import ManifestError, RecipeError
@@ -90,11 +91,7 @@ def build(
 
 def resolve(recipe: BuildRecipe) -> BuildRecipe:
     """No `auto` after this point, and a machine that can build it. Raises RecipeError, EnvironmentMissingError."""
-    if recipe.max_batch_tokens < recipe.max_slots:
-        raise RecipeError(
-            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not hold one "
-            "token of every request; raise --max-batch-tokens or lower --max-slots"
-        )
+    check_recipe(recipe)
     return resolve_backend(recipe)
 
 

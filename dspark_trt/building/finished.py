@@ -13,6 +13,7 @@ from dspark_trt.building.manifest import (
     read_manifest,
     read_summary,
 )
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.settings import EngineSettings, read_engine_settings
 from dspark_trt.errors import ManifestError
 
@@ -51,3 +52,7 @@ def _made(build: Path) -> list[str]:
 
 def _engines_made(build: Path, made: list[str]) -> EngineSettings | None:
     return read_engine_settings(build) if "engines" in made else None
+
+
+def check_servable(build: Path, scheduler: SchedulerConfig | None) -> None:
+    """placeholder"""

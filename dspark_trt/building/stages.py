@@ -80,7 +80,7 @@ def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> Non
     limits, is_on_device = context.limits, context.is_on_device
     # what does not fit the drafter is said before the target's weights are written
     check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
-    check_top_n(drafter.spec, context.recipe.markov_top_n)
+    check_top_n(drafter.spec, context.recipe.markov_top_n or 0)
     write_target_graph(
         target,
         folder,
@@ -98,7 +98,7 @@ def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> Non
         limits=limits,
         precision=precision,
         attention="standard" if is_on_device else "drafter",
-        markov_top_n=context.recipe.markov_top_n,
+        markov_top_n=context.recipe.markov_top_n or 0,
     )
     if is_on_device:
         write_select_graph(drafter.spec, folder, limits=limits, precision=precision)
@@ -203,7 +203,7 @@ STAGES = (
         settings=lambda context: {
             "precision": context.precision,
             "limits": asdict(context.limits),
-            "markov_top_n": context.recipe.markov_top_n,
+            "markov_top_n": context.recipe.markov_top_n or 0,
             "is_on_device": context.is_on_device,
         },
         make=_make_graphs,

@@ -7,12 +7,16 @@ import platform
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
 
+import typer
+
+from dspark_trt.commands.options import AsJson, command
 from dspark_trt.engines.tensorrt.library import LIBRARIES, Library, usable_sms
+from dspark_trt.errors import EXIT_ENVIRONMENT_MISSING, EXIT_OK
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu, NoGpu, look_for_gpu
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, TORCH_FIX, TRITON_FIX, installed_versions, torch_versions
@@ -29,6 +33,20 @@ class Finding:
     status: Status
     found: str
     fix: str = ""
+
+
+@command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can do and what is missing."""
+    from dspark_trt.commands import report
+
+    findings = examine()
+    is_ready = can_build_and_generate(findings)
+    if as_json:
+        report.print_json({"ready": is_ready, "findings": [asdict(finding) for finding in findings]})
+    else:
+        report.print_findings(findings, is_ready)
+    raise typer.Exit(EXIT_OK if is_ready else EXIT_ENVIRONMENT_MISSING)
 
 
 def examine() -> list[Finding]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
 from dspark_trt.building.recipe import Precision
+from dspark_trt.commands.options import AsJson, BuildFolder, command
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import ManifestError
 
@@ -20,6 +23,22 @@ NUMERIC_NOTES: dict[Precision | None, str] = {
     "fp16": "float16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
     "int4": "4-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
 }
+
+
+@command()
+def inspect(
+    folder: BuildFolder,
+    as_json: AsJson = False,
+    verify: Annotated[bool, typer.Option(help="Hash every file again.")] = False,
+) -> None:
+    """Say what a build directory holds and whether its chain is intact."""
+    from dspark_trt.commands import report
+
+    description = inspect_build(folder, verify=verify)
+    if as_json:
+        report.print_json(description)
+    else:
+        report.print_build(description)
 
 
 def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:

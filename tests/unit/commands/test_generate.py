@@ -12,7 +12,7 @@ import pytest
 from dspark_trt.building.build import build
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.cli import app
-from dspark_trt.commands.generate import generate
+from dspark_trt.commands.generation import generate
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment, load_deployment
 from dspark_trt.errors import RequestError
