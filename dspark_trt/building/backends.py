@@ -58,7 +58,7 @@ def choose_backend(recipe: BuildRecipe) -> BackendChoice:
             raise EnvironmentMissingError(f"backend {backend} cannot build here: {'. Also: '.join(lacks)}")
         sms = targets if backend == "tensorrt_rtx" else ()
     precision = recipe.precision or PRECISIONS[backend][0]
-    logger.info("backend: %s, %s: %s", backend, precision, reason)
+    logger.info("backend: %s, %s", backend, precision)
     resolved = recipe.model_copy(update={"backend": backend, "precision": precision, "compute_capabilities": sms})
     return BackendChoice(resolved, reason)
 
@@ -79,9 +79,9 @@ def _best(recipe: BuildRecipe) -> tuple[Backend, str]:
             f"precision {recipe.precision} is for the backends tensorrt and tensorrt_rtx, and this machine can use neither ({found}); "
             f"leave --precision out to build for its CPU, or name the backend: {_AHEAD_OF_TIME}"
         )
-    if isinstance(gpu, Gpu) or gpu.has_driver:
-        fix = f"; {gpu.fix}" if isinstance(gpu, NoGpu) else ""
-        logger.warning("backend: onnxruntime, for the CPU: a GPU stays unused: found %s%s", found, fix)
+    is_unused = isinstance(gpu, Gpu) or gpu.has_driver
+    fix = f"; a GPU stays unused: {gpu.fix}" if is_unused and isinstance(gpu, NoGpu) else ""
+    logger.log(logging.WARNING if is_unused else logging.INFO, "backend: onnxruntime, found %s%s", found, fix)
     return "onnxruntime", f"found {found}"
 
 

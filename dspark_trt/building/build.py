@@ -17,6 +17,7 @@ from pathlib import Path
 
 from dspark_trt.building.backends import resolve_backend
 from dspark_trt.building.context import Context
+from dspark_trt.building.limits import check_recipe
 from dspark_trt.building.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -33,11 +34,12 @@ from dspark_trt.building.manifest import (
     record_outputs,
     remove_partial,
     replace_folder,
+    sealed_json,
     stage_key,
     write_atomically,
     write_manifest,
 )
-from dspark_trt.building.plan import check_recipe, make_plan
+from dspark_trt.building.plan import make_plan
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.building.stages import STAGES, Stage
 from dspark_trt.errors import ManifestError, RecipeError
@@ -71,7 +73,7 @@ def build(
     Raises: RecipeError, CheckpointError, PairingError, ExportError, EngineBuildError, EnvironmentMissingError; ManifestError
         when `output` holds something that is not a build, or another build is running in it.
     """
-    recipe = resolve(recipe)
+    recipe = make_plan(recipe, output).recipe
     _claim(output)
     context = Context(recipe, output)
     results: list[StageResult] = []
@@ -85,7 +87,7 @@ def build(
             results.append(StageResult(stage.name, was_built, time.perf_counter() - start))
         resolved = recipe.model_copy(update={"max_seq_len": context.limits.max_seq_len})
         summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=resolved, stages=keys)
-        write_atomically(output / MANIFEST_NAME, summary.model_dump_json(indent=1) + "\n")
+        write_atomically(output / MANIFEST_NAME, sealed_json(summary.model_dump(mode="json")))
     return results
 
 

@@ -36,6 +36,6 @@ def deferred_interrupt() -> Iterator[Callable[[], None]]:
     try:
         yield check
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+        for handled, handler in handlers.items():
+            signal.signal(handled, handler)
         check()

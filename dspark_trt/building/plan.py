@@ -10,16 +10,17 @@ from typing import Any
 
 from dspark_trt.building.backends import choose_backend
 from dspark_trt.building.context import DEFAULT_MAX_SEQ_LEN
+from dspark_trt.building.limits import check_recipe, check_scheduler
 from dspark_trt.building.manifest import STAGE_NAMES
 from dspark_trt.building.recipe import BuildRecipe, Precision
 from dspark_trt.checkpoints.drafter import read_drafter_spec
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
+from dspark_trt.checkpoints.locate import locate_here
 from dspark_trt.checkpoints.pairing import check_specs
 from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.target import read_target_spec
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.contract.scheduler import parse_scheduler
-from dspark_trt.errors import CapacityError, RecipeError
+from dspark_trt.errors import CapacityError
 from dspark_trt.graphs.files import check_limits
 from dspark_trt.graphs.heads import check_top_n
 from dspark_trt.machine import cpu
@@ -90,10 +91,12 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
     check_recipe(recipe)
     choice = choose_backend(recipe)
     recipe = choice.recipe
+    for source, revision in ((recipe.target, recipe.target_revision), (recipe.drafter, recipe.drafter_revision)):
+        locate_here(source, revision)  # a path that does not exist is said before the hub is asked for the other one
     drafter = read_drafter_spec(recipe.drafter, recipe.drafter_revision)
     target = read_target_spec(recipe.target, recipe.target_revision)
     check_specs(target, drafter)
-    _check_scheduler(recipe, drafter)
+    check_scheduler(recipe, drafter)
     max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, target.decoder.max_position_embeddings)
     limits = EngineLimits(recipe.max_slots, max_seq_len, recipe.max_batch_tokens)
     check_limits(limits, target.decoder, gamma=drafter.gamma, what="target")
@@ -103,34 +106,6 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
     _check_memory(plan)
     _check_disk(plan)
     return plan
-
-
-def check_recipe(recipe: BuildRecipe) -> None:
-    """What a recipe says by itself. Raises RecipeError."""
-    if recipe.max_batch_tokens < recipe.max_slots:
-        raise RecipeError(
-            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not hold one "
-            "token of every request; raise --max-batch-tokens or lower --max-slots"
-        )
-    if recipe.calibration is not None:
-        try:
-            recipe.calibration.open("rb").close()
-        except OSError as error:
-            raise RecipeError(
-                f"calibration: {recipe.calibration} cannot be read ({error.strerror}); give a file that a build wrote, or "
-                "leave --calibration out"
-            ) from None
-
-
-def _check_scheduler(recipe: BuildRecipe, drafter: DrafterSpec) -> None:
-    if recipe.scheduler.startswith("fixed:"):
-        check_fixed(parse_scheduler(recipe.scheduler).verify_len, drafter.gamma, "scheduler")
-
-
-def check_fixed(verify_len: int | None, gamma: int, where: str) -> None:
-    """Raises RecipeError when more drafts are to be verified than a block has."""
-    if verify_len is not None and verify_len > gamma:
-        raise RecipeError(f"{where}: fixed:{verify_len} verifies more drafts than a block has, {gamma}; give fixed:{gamma} or less")
 
 
 def _sized(

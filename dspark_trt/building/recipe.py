@@ -31,7 +31,9 @@ class BuildRecipe(BaseModel):
     drafter: str = Field(description="DSpark checkpoint: Hugging Face folder or hub id.")
     target_revision: str | None = Field(default=None, description="Commit, tag or branch of the target's hub id.")
     drafter_revision: str | None = Field(default=None, description="Commit, tag or branch of the drafter's hub id.")
-    backend: Backend = Field(default="auto", description="What compiles and runs the engines; auto: the best that is here.")
+    backend: Backend = Field(
+        default="auto", description="What compiles and runs the engines; auto: the best that is here."
+    )
     precision: Annotated[Precision | None, Option(default="fp32; bf16 on a GPU")] = Field(
         default=None,
         description="Of the engines. onnxruntime: fp32, or 8- or 4-bit weights, opt-in; tensorrt and tensorrt_rtx: bf16, fp16.",
@@ -54,13 +56,16 @@ class BuildRecipe(BaseModel):
         "early_stop, lagged_budget or auto.",
     )
     draft_vocab: Annotated[str | int, Option(metavar="auto|all|N")] = Field(
-        default="auto", description="Token ids that the drafter proposes: all, the N most frequent, or what measures best."
+        default="auto",
+        description="Token ids that the drafter proposes: all, the N most frequent, or what measures best.",
     )
     drafter_precision: Annotated[DrafterPrecision | None, Option(default="auto")] = Field(
         default=None, description="Of the drafter's weights, on onnxruntime; auto: what measures best."
     )
     markov_top_n: Annotated[int | None, Option(default="auto", metavar="N|auto")] = Field(
-        default=None, ge=0, description="Draft from the N largest base logits of a slot; 0: from all; auto: what measures best."
+        default=None,
+        ge=0,
+        description="Draft from the N largest base logits of a slot; 0: from all; auto: what measures best.",
     )
     calibration: Annotated[Path | None, Option(default="measured")] = Field(
         default=None, description="Calibration file to use, as a build writes it, in place of measuring one."

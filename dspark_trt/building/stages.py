@@ -10,6 +10,7 @@ from typing import Any
 
 from dspark_trt.building.context import Context
 from dspark_trt.building.interrupts import deferred_interrupt
+from dspark_trt.building.recipe import AUTO_SCHEDULER
 from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
@@ -174,7 +175,9 @@ def _make_model_repo(context: Context, folder: Path, progress: StageProgress) ->
 
 
 def _scheduler(context: Context) -> str:
-    """On a device, the mode that knows how much to verify before it drafts and so never waits in between."""
+    """The recipe's. Left to the build: on a device, the mode that knows how much to verify before it drafts and so never waits in between."""
+    if context.recipe.scheduler != AUTO_SCHEDULER:
+        return context.recipe.scheduler
     return "lagged_budget" if context.is_on_device else DEFAULT_SCHEDULER
 
 

@@ -29,6 +29,14 @@ def locate(source: str, revision: str | None = None, *, with_weights: bool = Tru
     Raises CheckpointError when there is no such checkpoint, EnvironmentMissingError when the hub cannot be reached and the
     cache does not hold the checkpoint.
     """
+    path = locate_here(source, revision)
+    if path is not None:
+        return path
+    return _download(source, revision, TEXT_FILES if not with_weights else (*TEXT_FILES, *_WEIGHT_PATTERNS))
+
+
+def locate_here(source: str, revision: str | None = None) -> Path | None:
+    """The local path that `source` means; None for what can only be a hub id. Raises CheckpointError when it is neither."""
     path = Path(source).expanduser()
     if path.exists():
         if revision is not None:
@@ -44,7 +52,7 @@ def locate(source: str, revision: str | None = None, *, with_weights: bool = Tru
         raise CheckpointError(
             f"{source} does not exist; give a checkpoint folder, a .gguf file or a hub id (owner/name)"
         )
-    return _download(source, revision, TEXT_FILES if not with_weights else (*TEXT_FILES, *_WEIGHT_PATTERNS))
+    return None
 
 
 def source_files(path: Path) -> tuple[Path, ...]:

@@ -102,7 +102,9 @@ class Conversation:
 def _settable() -> str:
     """Options of one plain value."""
     return ", ".join(
-        name for name, each in GenerationOptions.model_fields.items() if each.annotation not in (dict[str, Any], tuple[str, ...])
+        name
+        for name, each in GenerationOptions.model_fields.items()
+        if each.annotation not in (dict[str, Any], tuple[str, ...])
     )
 
 

@@ -49,7 +49,9 @@ def generate(
     """Generate text from a build. With --json, one object on one line for each prompt."""
     options = generation_options(given)
     if (prompts_file is None) != (results_file is None):
-        raise RequestError("--input and --output go together: prompts are read from one file, results are written to the other")
+        raise RequestError(
+            "--input and --output go together: prompts are read from one file, results are written to the other"
+        )
     if prompts_file is not None and results_file is not None:
         if prompt:
             raise RequestError("--prompt and --input exclude each other; give one of them")
@@ -121,6 +123,12 @@ def _generate_file(
     config = config or scheduler_config(deployment.recipe.scheduler, is_build=True)
     with report.Bars() as bars:
         summary = generate_lines(
-            deployment, lines, results_file, config, given, is_chat=is_chat, progress=lambda done: bars.update("prompts", done)
+            deployment,
+            lines,
+            results_file,
+            config,
+            given,
+            is_chat=is_chat,
+            progress=lambda done: bars.update("prompts", done),
         )
     report.print_file_summary(summary, results_file)

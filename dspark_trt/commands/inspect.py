@@ -14,6 +14,7 @@ from dspark_trt.building.recipe import Precision
 from dspark_trt.commands.options import AsJson, BuildFolder, command
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import ManifestError
+from dspark_trt.steptable.table import StepTable
 
 NUMERIC_NOTES: dict[Precision | None, str] = {
     "fp32": "float32: logits differ by about 4e-5 between steps of one and of eight tokens; greedy output is stable",
@@ -49,6 +50,7 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     summary, stages = read_finished(folder)
     for name, manifest in stages.items():
         check_outputs(folder / name, manifest, verify=verify)
+    StepTable.load(folder / "steptable" / "step_table.json")  # refuses what no measurement gives
     engine = read_engine_settings(folder)
     return {
         "folder": str(folder),

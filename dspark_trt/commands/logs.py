@@ -27,7 +27,9 @@ class LogChoice:
     def over(self, other: LogChoice | None) -> LogChoice:
         """This choice, and `other` where it says nothing."""
         other = other or LogChoice()
-        return LogChoice(self.verbose or other.verbose, self.log_level or other.log_level, self.log_file or other.log_file)
+        return LogChoice(
+            self.verbose or other.verbose, self.log_level or other.log_level, self.log_file or other.log_file
+        )
 
 
 def set_up_log(choice: LogChoice) -> None:
@@ -42,6 +44,8 @@ def set_up_log(choice: LogChoice) -> None:
     try:
         handler = logging.FileHandler(choice.log_file, encoding="utf-8")
     except OSError as error:
-        raise RecipeError(f"--log-file {choice.log_file}: cannot be written ({error.strerror}); give another file") from None
+        raise RecipeError(
+            f"--log-file {choice.log_file}: cannot be written ({error.strerror}); give another file"
+        ) from None
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     attach(handler, level)

@@ -25,7 +25,7 @@ def serve(
     """Serve a build with Triton Inference Server until interrupted."""
     from dspark_trt.building.finished import check_servable
     from dspark_trt.commands import report
-    from dspark_trt.server.address import resolve_address
+    from dspark_trt.machine.address import resolve_address
     from dspark_trt.server.serve import ServeOptions
     from dspark_trt.server.serve import serve as run_server
 
