@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from dspark_trt.building.option import default_of, flag_of, option_of, with_flags
 from dspark_trt.commands.logs import LogChoice, set_up_log
-from dspark_trt.errors import DSparkError, RecipeError, RequestError
+from dspark_trt.errors import DSparkError, RecipeError
 
 _METAVARS: dict[Any, str] = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "FILE", dict: "JSON"}
 _SENT = "; correct this field and send the request again"  # what a client over the network is told to do
@@ -126,7 +126,7 @@ def _object(flag: str, text: str) -> dict[str, Any]:
 def _named_as_options(model: type[BaseModel], names: set[str]) -> Iterator[None]:
     try:
         yield
-    except (RecipeError, RequestError) as error:
+    except DSparkError as error:
         raise as_options(error, model, names) from error
 
 
