@@ -19,7 +19,6 @@ from dspark_trt.errors import RecipeError
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
 Precision = Literal["fp32", "int8", "int4", "bf16", "fp16"]
 DrafterPrecision = Literal["fp32", "int8"]
-AUTO_SCHEDULER = "auto"
 
 
 class BuildRecipe(BaseModel):
@@ -51,7 +50,7 @@ class BuildRecipe(BaseModel):
         default=512, ge=16, description="Packed tokens of a step: verification first, the rest is prefill."
     )
     scheduler: str = Field(
-        default=AUTO_SCHEDULER,
+        default="auto",
         description="How verify lengths are chosen where `serve` and `generate` do not say: off, fixed, fixed:K, threshold:C, "
         "early_stop, lagged_budget or auto.",
     )
@@ -107,11 +106,10 @@ class BuildRecipe(BaseModel):
     @field_validator("scheduler")
     @classmethod
     def _known_scheduler(cls, value: str) -> str:
-        if value != AUTO_SCHEDULER:
-            try:
-                parse_scheduler(value)
-            except RecipeError as error:
-                raise ValueError(str(error).removeprefix("scheduler").lstrip(": ")) from None
+        try:
+            parse_scheduler(value)
+        except RecipeError as error:
+            raise ValueError(str(error).removeprefix("scheduler").lstrip(": ")) from None
         return value
 
     @field_validator("draft_vocab", mode="before")

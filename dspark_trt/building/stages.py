@@ -10,7 +10,6 @@ from typing import Any
 
 from dspark_trt.building.context import Context
 from dspark_trt.building.interrupts import deferred_interrupt
-from dspark_trt.building.recipe import AUTO_SCHEDULER
 from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
@@ -26,7 +25,7 @@ from dspark_trt.graphs.target import write_target_graph
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
-from dspark_trt.packaging.model_repo import DEFAULT_SCHEDULER, write_model_repo
+from dspark_trt.packaging.model_repo import write_model_repo
 from dspark_trt.steptable.profile import profile
 
 StageProgress = Callable[[float], None]
@@ -170,15 +169,8 @@ def _make_model_repo(context: Context, folder: Path, progress: StageProgress) ->
         context.output,
         folder,
         engine_model_name=context.recipe.engine_model_name,
-        scheduler=_scheduler(context),
+        scheduler=context.recipe.scheduler,
     )
-
-
-def _scheduler(context: Context) -> str:
-    """The recipe's. Left to the build: on a device, the mode that knows how much to verify before it drafts and so never waits in between."""
-    if context.recipe.scheduler != AUTO_SCHEDULER:
-        return context.recipe.scheduler
-    return "lagged_budget" if context.is_on_device else DEFAULT_SCHEDULER
 
 
 def _timed_code(context: Context) -> tuple[str, ...]:
@@ -241,7 +233,7 @@ STAGES = (
         packages=lambda context: ("dspark_trt.packaging", "dspark_trt_model_repo"),
         settings=lambda context: {
             "engine_model_name": context.recipe.engine_model_name,
-            "scheduler": _scheduler(context),
+            "scheduler": context.recipe.scheduler,
         },
         make=_make_model_repo,
     ),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args, overload
+from typing import Annotated, Literal, overload
 
 import typer
 
-from dspark_trt.building.recipe import AUTO_SCHEDULER
-from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode, parse_scheduler
+from dspark_trt.contract.scheduler import SchedulerConfig, parse_scheduler
 from dspark_trt.errors import RecipeError
 
 SCHEDULERS = "off | fixed | fixed:K | threshold:C | early_stop | lagged_budget | auto"
@@ -27,8 +26,7 @@ def scheduler_config(text: str | None, *, is_build: bool = False) -> SchedulerCo
     if text is None:
         return None
     try:
-        is_known = text != AUTO_SCHEDULER or AUTO_SCHEDULER in get_args(SchedulerMode)
-        return parse_scheduler(text) if is_known else SchedulerConfig()
+        return parse_scheduler(text)
     except RecipeError as error:
         message = str(error).removeprefix("scheduler").lstrip(": ")
         where = "the build's scheduler" if is_build else "--scheduler"
