@@ -10,6 +10,7 @@ from dspark_trt.checkpoints.config import (
     DecoderConfig,
     Family,
     GenerationConfig,
+    architectures_of,
     decoder_spec,
     eos_token_ids,
     parse,
@@ -91,7 +92,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def _family(values: dict[str, Any], where: str) -> Family:
-    family, architectures = values.get("model_type"), values.get("architectures")
+    family, architectures = values.get("model_type"), architectures_of(values)
     if family not in _ARCHITECTURES:
         raise CheckpointError(
             f"{where}: model_type {family!r} is not a supported target family; expected "

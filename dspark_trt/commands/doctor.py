@@ -19,7 +19,14 @@ from dspark_trt.engines.tensorrt.library import LIBRARIES, Library, usable_sms
 from dspark_trt.errors import EXIT_ENVIRONMENT_MISSING, EXIT_OK
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu, NoGpu, look_for_gpu
-from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, TORCH_FIX, TRITON_FIX, installed_versions, torch_versions
+from dspark_trt.machine.packages import (
+    DEVICE_DISTRIBUTIONS,
+    TORCH_FIX,
+    TRITON_FIX,
+    install_extra,
+    installed_versions,
+    torch_versions,
+)
 from dspark_trt.server.server_tree import LAST_PYTHON
 
 Status = Literal["ok", "missing", "optional"]
@@ -81,15 +88,15 @@ def _package(distribution: str, need: Status, purpose: str, install: str) -> Fin
     try:
         return Finding(distribution, "ok", metadata.version(distribution))
     except metadata.PackageNotFoundError:
-        return Finding(distribution, need, "not installed", f"{purpose}: pip install '{install}'")
+        return Finding(distribution, need, "not installed", f"{purpose}: {install}")
 
 
 def _packages(has_device_engines: bool) -> list[Finding]:
     cpu_engine: Status = "optional" if has_device_engines else "missing"
     return [
-        _package("onnx", "missing", "writes the graphs", "dspark-trt"),
-        _package("onnxruntime", cpu_engine, "the engine of CPU hosts", "dspark-trt[onnxruntime]"),
-        _package("tritonclient", "optional", "talks to a running server", "dspark-trt[client]"),
+        _package("onnx", "missing", "writes the graphs", "pip install onnx"),
+        _package("onnxruntime", cpu_engine, "the engine of CPU hosts", install_extra("onnxruntime")),
+        _package("tritonclient", "optional", "talks to a running server", install_extra("client")),
     ]
 
 
