@@ -197,10 +197,10 @@ def test_signals_end_a_build_with_a_word_and_nothing_half_written(
         ("edited recipe", "manifest.json was edited"),
         ("no graph", "is missing"),
         ("no repository", "is missing"),
-        ("strings", "expected numbers, found '1.0'"),
-        ("nan", "expected a finite number >= 0, found nan"),
-        ("negative", "expected a finite number >= 0, found -1.0"),
-        ("no values", "expected numbers, found []"),
+        ("strings", "step_table.json: step_ms"),
+        ("nan", "step_ms: expected milliseconds >= 0, found nan"),
+        ("negative", "step_ms: expected milliseconds >= 0, found -1.0"),
+        ("no values", "step_ms: expected"),
     ],
 )
 def test_damaged_builds_are_refused_with_code_4_before_anything_starts(
@@ -234,14 +234,18 @@ def spoil(build: Path, damage: str) -> None:
             spoil_step_table(build, damage)
 
 
+def filled(values: object, value: object) -> object:
+    return [filled(each, value) for each in values] if isinstance(values, list) else value
+
+
 def spoil_step_table(build: Path, damage: str) -> None:
     """As someone would who edits the table and mends the manifests that tell."""
     from dspark_trt.building.manifest import FileRecord, read_manifest, write_manifest
 
     path = build / "steptable" / "step_table.json"
     data = json.loads(path.read_text())
-    values = {"strings": "1.0", "nan": float("nan"), "negative": -1.0}
-    data["step_ms"] = [] if damage == "no values" else [[values[damage]] * len(row) for row in data["step_ms"]]
+    values = {"strings": "fast", "nan": float("nan"), "negative": -1.0}
+    data["step_ms"] = [] if damage == "no values" else filled(data["step_ms"], values[damage])
     path.write_text(json.dumps(data))
     manifest = read_manifest(path.parent)
     outputs = manifest.outputs | {path.name: FileRecord.of(path)}
