@@ -105,10 +105,8 @@ def print_choice(plan: BuildPlan) -> None:
 
 
 def print_plan(plan: BuildPlan) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in plan.facts().items():
-        table.add_row(name, escape(value))
-    Console().print(table)
+        print(f"{name:<10} {value}")
 
 
 def print_stages(results: Sequence[StageResult], output: Path, numerics: str | None) -> None:
