@@ -14,6 +14,7 @@ from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
+from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.engines.open import open_engines
 from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
@@ -80,7 +81,7 @@ def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> Non
     limits, is_on_device = context.limits, context.is_on_device
     # what does not fit the drafter is said before the target's weights are written
     check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
-    check_top_n(drafter.spec, context.recipe.markov_top_n)
+    check_top_n(drafter.spec.decoder.vocab_size, context.recipe.markov_top_n)
     write_target_graph(
         target,
         folder,
@@ -98,7 +99,7 @@ def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> Non
         limits=limits,
         precision=precision,
         attention="standard" if is_on_device else "drafter",
-        markov_top_n=context.recipe.markov_top_n,
+        form=DrafterForm(markov_top_n=context.recipe.markov_top_n),
     )
     if is_on_device:
         write_select_graph(drafter.spec, folder, limits=limits, precision=precision)

@@ -34,8 +34,8 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | target | logits | float32 [L, V] |
 | | taps | float [T, M*D], absent without tap layers |
 | draft | draft_ids | int64 [R, G] |
-| | draft_logits | float32 [R, G, V] |
-| | confidence_logits | float32 [R, G], absent without a confidence head |
+| | draft_logits | float32 [R, G, W] |
+| | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
 | all | {cache}.out | the cache of that name, written in place |
 | select | | inputs and outputs of `dspark::PrefixSelect` in `lagged_budget`, by their names (plugins/prefix_select/README.md) |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
@@ -55,7 +55,14 @@ from dspark_trt.contract.dims import DrafterDims, TargetDims
 TARGET_GRAPH = "target.onnx"
 INGEST_GRAPH = "drafter_ingest.onnx"
 DRAFT_GRAPH = "drafter_draft.onnx"
+DRAFT_VOCAB_FILE = "draft_vocab.npy"  # [W] int64, beside the graphs where the drafter cannot propose every id
 SELECT_GRAPH = "prefix_select.onnx"
+
+
+def draft_graph(num_slots: int, gamma: int) -> str:
+    """The graph that drafts num_slots; DRAFT_GRAPH drafts gamma."""
+    return DRAFT_GRAPH if num_slots == gamma else DRAFT_GRAPH.replace(".onnx", f"_{num_slots}.onnx")
+
 
 DECODE = "decode"
 PREFILL = "prefill"
@@ -196,11 +203,10 @@ def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
     block: tuple[Binding, ...] = ()
     if dims.attention == "drafter":
         block = tuple(Binding(cache_block_output(b.name), b.element_type, b.shape) for b in caches(CONTEXT, dims))
-    confidence = (Binding(CONFIDENCE_LOGITS, "float32", ("R", dims.gamma)),) if dims.has_confidence_head else ()
     return (
         Binding(DRAFT_IDS, "int64", ("R", dims.gamma)),
         Binding(DRAFT_LOGITS, "float32", ("R", dims.gamma, dims.vocab_size)),
-        *confidence,
+        Binding(CONFIDENCE_LOGITS, "float32", ("R", dims.gamma)),
         *cache_outputs(CONTEXT, dims),
         *block,
     )

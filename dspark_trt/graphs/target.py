@@ -19,7 +19,7 @@ from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
 from dspark_trt.graphs.files import GraphFiles, check_limits
 from dspark_trt.graphs.numbers import Numbers, numbers_of
-from dspark_trt.graphs.quantize import LinearBits, linear_bits
+from dspark_trt.graphs.quantize import Quantisation, quantisation
 from dspark_trt.graphs.weights import TensorSource, WeightFolder
 
 EMBEDDING_OUTPUT = -1  # the tap "layer" that stands for the embedding output
@@ -61,7 +61,7 @@ def write_target_graph(
     )
     builder = GraphBuilder("target")
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
-        _emit(builder, spec, dims, taps, weights, linear_bits(precision), numbers, gamma)
+        _emit(builder, spec, dims, taps, weights, quantisation(precision), numbers, gamma)
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
         return GraphFiles((folder / bindings.TARGET_GRAPH,), weights.files)
 
@@ -77,7 +77,7 @@ def _emit(
     dims: TargetDims,
     taps: tuple[int, ...],
     weights: TensorSource,
-    bits: LinearBits,
+    bits: Quantisation,
     numbers: Numbers,
     gamma: int,
 ) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from array_api_compat import array_namespace
 
+from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.protocol import DraftBatch, DraftEngine, EngineLimits, IngestBatch, TargetBatch, TargetEngine
 from dspark_trt.steptable.table import StepTable, isotonic
 
@@ -62,10 +63,6 @@ def padded_extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tu
     last = limits.max_batch_tokens if num_requests == 1 else min(limits.max_batch_tokens, num_requests * (gamma + 1))
     buckets = [1 << shift for shift in range(limits.max_batch_tokens.bit_length())]
     return tuple(sorted({0} | {bucket - num_requests for bucket in buckets if num_requests < bucket <= last}))
-
-
-def draft_slots_grid(gamma: int) -> tuple[int, ...]:
-    return tuple(sorted({slots for slots in (1, 2, 3, 4, gamma) if slots <= gamma}))
 
 
 def context_grid(limits: EngineLimits, gamma: int) -> tuple[int, ...]:
@@ -142,7 +139,7 @@ def profile(
         num_warm_ups: calls of each kind before those that count.
     """
     limits, gamma = target.limits, drafter.gamma
-    requests, depths, slots = request_grid(limits.max_slots), context_grid(limits, gamma), draft_slots_grid(gamma)
+    requests, depths, slots = request_grid(limits.max_slots), context_grid(limits, gamma), slot_counts(gamma)
     grid = padded_extra_grid if is_padded else extra_grid
     extras = {count: grid(count, gamma, limits) for count in requests}
     ingested = tuple(sorted({min(count, limits.max_batch_tokens) for count in (1, 4, 16, 64, 256)}))

@@ -19,6 +19,7 @@ from onnx import TensorProto
 from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract import bindings
+from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.onnxruntime import engines as onnxruntime_engines
 from dspark_trt.errors import EngineBuildError
@@ -88,7 +89,7 @@ def write_graphs(
         precision=precision,
         attention="standard",
         twin=twin,
-        markov_top_n=markov_top_n,
+        form=DrafterForm(markov_top_n=markov_top_n),
     )
     return folder
 

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from dspark_trt.building.recipe import Precision
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.graphs.quantize import BLOCK_SIZE, linear_bits, quantize_blocks
+from dspark_trt.graphs.quantize import BLOCK_SIZE, quantisation, quantize_blocks
 from tests.engine.test_onnxruntime_drafter import Contexts
 from tests.support.conversations import Conversations, open_pair, open_target, read_pair
 from tests.support.factories import write_drafter, write_target
@@ -45,7 +45,7 @@ def test_no_weight_is_off_by_more_than_a_step_and_most_by_half(bits: int, column
 
 def write_rounded(source: Path, folder: Path, precision: Precision) -> Path:
     """The same checkpoint with the weights that the quantised graph stands for, in float32."""
-    bits = linear_bits(precision)
+    bits = quantisation(precision)
     tensors = load_file(source / "model.safetensors")
     for name, weight in tensors.items():
         kind = bits.target_layers if "_proj.weight" in name else bits.head if name == "lm_head.weight" else None
@@ -92,7 +92,7 @@ def test_what_is_quantised_is_what_the_page_says(precision: Precision, tmp_path:
     target_folder = write_target(tmp_path / "target", hidden=64, intermediate=128)
     target, drafter = read_pair(target_folder, write_drafter(tmp_path / "drafter", target_folder, head_type="gated"))
     open_pair(target, drafter, tmp_path / "graphs", limits=LIMITS, precision=precision)
-    bits = linear_bits(precision)
+    bits = quantisation(precision)
     for graph, layer_bits in (
         (bindings.TARGET_GRAPH, bits.target_layers),
         (bindings.INGEST_GRAPH, bits.drafter_layers),

@@ -130,7 +130,7 @@ def test_drafter_graphs_share_embedding_and_head_with_the_target(float32_target:
             locations[tensor.name] = (entry.get("location"), entry.get("offset"))
     for name in ("embed_tokens.weight", "lm_head.weight"):
         assert locations[f"target.{name}"] == locations[name]
-    assert new_bytes(tmp_path / "graphs") - before < 150_000  # two graphs and their rotary tables
+    assert new_bytes(tmp_path / "graphs") - before < 400_000  # a graph for each slot count, and their rotary tables
 
 
 def test_sharing_needs_a_target_graph_of_the_same_precision(float32_target: Path, tmp_path: Path) -> None:
