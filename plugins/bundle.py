@@ -22,6 +22,12 @@ _INDEX = "kernels.json"
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # the same kernels make the same bytes
 
 
+def kernel_sm(sm: int) -> int | None:
+    """The architecture that kernels are compiled for so that they run on `sm`; None where there is none."""
+    usable = [known for known in SUPPORTED_SMS if known == sm or (sm // 10 == 8 == known // 10 and known < sm)]
+    return max(usable, default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
     name: str

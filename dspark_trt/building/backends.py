@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from dspark_trt.building.recipe import Backend, BuildRecipe, Precision
+from dspark_trt.building.recipe import Backend, BuildRecipe
+from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.tensorrt.library import Library, check_library, check_sms
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
 from dspark_trt.log import get_logger

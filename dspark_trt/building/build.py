@@ -31,15 +31,13 @@ from dspark_trt.building.manifest import (
     read_summary,
     record_inputs,
     record_outputs,
-    remove_partial,
-    replace_folder,
     stage_key,
-    write_atomically,
     write_manifest,
 )
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.building.stages import STAGES, Stage
 from dspark_trt.errors import ManifestError, RecipeError
+from dspark_trt.files import remove_partial, replace_folder, write_atomically
 from dspark_trt.log import get_logger
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
 

@@ -9,12 +9,12 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer
 
-from dspark_trt.building.manifest import replace_folder
 from dspark_trt.checkpoints.config import eos_token_ids, read_json
 from dspark_trt.checkpoints.gguf_target import gguf_eos_token_ids, open_gguf
 from dspark_trt.checkpoints.gguf_tokenizer import gguf_chat_template, gguf_special_tokens, gguf_tokenizer
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.errors import CheckpointError
+from dspark_trt.files import replace_folder
 from dspark_trt.text import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec, TextSettings
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

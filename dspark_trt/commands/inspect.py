@@ -8,7 +8,7 @@ from typing import Any
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
-from dspark_trt.building.recipe import Precision
+from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import ManifestError
 

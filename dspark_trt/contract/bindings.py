@@ -47,10 +47,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dspark_trt_plugins.operation import Tensor
-from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
 
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.forms import select_form
 
 TARGET_GRAPH = "target.onnx"
 INGEST_GRAPH = "drafter_ingest.onnx"
@@ -204,11 +204,6 @@ def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
         *cache_outputs(CONTEXT, dims),
         *block,
     )
-
-
-def select_form(dims: DrafterDims) -> PrefixSelectForm:
-    """The selection that runs between draft and verification on a device, where K is known beforehand."""
-    return PrefixSelectForm(dims.gamma, "lagged_budget")
 
 
 def select_inputs(dims: DrafterDims) -> tuple[Binding, ...]:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, DrafterDims, drafter_dims, to_metadata
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder

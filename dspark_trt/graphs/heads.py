@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dspark_trt_plugins.markov_head.form import W2, MarkovHeadForm
+from dspark_trt_plugins.markov_head.form import W2
 from dspark_trt_plugins.markov_head.function_body import markov_head_function, markov_head_node
 
 from dspark_trt.checkpoints.spec import DrafterSpec
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import FloatType
+from dspark_trt.contract.forms import markov_head_form
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.numbers import Numbers
@@ -50,20 +50,3 @@ def check_top_n(spec: DrafterSpec, top_n: int) -> None:
             f"markov_top_n: expected less than the drafter's vocabulary of {spec.decoder.vocab_size}, found {top_n}; leave "
             "--markov-top-n out to draw from all of it"
         )
-
-
-def markov_head_form(spec: DrafterSpec, element_type: FloatType, top_n: int = 0) -> MarkovHeadForm:
-    """The form with weights, hidden states and base logits of one type; `top_n` 0 draws from the whole vocabulary."""
-    return MarkovHeadForm(
-        gamma=spec.gamma,
-        vocab_size=spec.decoder.vocab_size,
-        hidden_size=spec.decoder.hidden_size,
-        markov_rank=spec.markov_rank,
-        head_type=spec.markov_head_type,
-        has_confidence_head=spec.has_confidence_head,
-        has_confidence_bias=spec.has_confidence_bias,
-        is_confidence_with_markov=spec.is_confidence_with_markov,
-        top_n=top_n,
-        weight_type=element_type,
-        logits_type=element_type,
-    )

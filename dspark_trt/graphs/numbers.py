@@ -17,8 +17,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.contract.dims import Attention, FloatType
+from dspark_trt.contract.precision import Precision
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import ONNX_TYPES, GraphBuilder
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.building.recipe import Precision
+from dspark_trt.contract.precision import Precision
 
 BLOCK_SIZE = 32
 ACCURACY_LEVEL = 4  # int8 activations

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from dspark_trt_plugins.prefix_select.function_body import prefix_select_function, prefix_select_node
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.spec import DrafterSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims, to_metadata
+from dspark_trt.contract.forms import select_form
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.files import GraphFiles, check_limits
@@ -26,7 +27,7 @@ def write_select_graph(drafter: DrafterSpec, folder: Path, *, limits: EngineLimi
     numbers = numbers_of(precision, "standard")
     dims = drafter_dims(drafter, limits=limits, attention="standard", element_type=numbers.model)
     builder = GraphBuilder("prefix_select")
-    form = bindings.select_form(dims)
+    form = select_form(dims)
     inputs = [builder.input(binding) for binding in bindings.select_inputs(dims)]
     outputs = [builder.output(binding) for binding in bindings.select_outputs(dims)]
     builder.node(prefix_select_node(form, inputs, outputs), prefix_select_function(form))

@@ -16,9 +16,9 @@ import pytest
 from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT
 from onnx import TensorProto
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract import bindings
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.onnxruntime import engines as onnxruntime_engines
 from dspark_trt.errors import EngineBuildError

@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import pytest
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.contract import bindings
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from tests.support.factories import write_drafter, write_target

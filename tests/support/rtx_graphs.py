@@ -12,12 +12,12 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dspark_trt_plugins import bundle
+from dspark_trt_plugins.bundle import kernel_sm
 from dspark_trt_plugins.trt_plugin import FULL, MINIMUM_VERSION, RTX, load_tensorrt
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
@@ -92,12 +92,6 @@ def check_sms(name: Library, sms: Sequence[int], *, use_plugins: bool = True) ->
 def usable_sms(name: Library, *, use_plugins: bool = True) -> tuple[int, ...]:
     """The GPU architectures that engines can be built for."""
     return tuple(sm for sm in SUPPORTED_SMS[name] if not use_plugins or kernel_sm(sm) is not None)
-
-
-def kernel_sm(sm: int) -> int | None:
-    """The architecture that the plugins' kernels are compiled for so that they run on `sm`; None where there is none."""
-    usable = [known for known in bundle.SUPPORTED_SMS if known == sm or (sm // 10 == 8 == known // 10 and known < sm)]
-    return max(usable, default=None)
 
 
 def _describe(sm: int) -> str:

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.contract import bindings
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.quantize import BLOCK_SIZE, linear_bits, quantize_blocks
 from tests.engine.test_onnxruntime_drafter import Contexts

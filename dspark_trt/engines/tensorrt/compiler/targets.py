@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dspark_trt.engines.tensorrt.library import LIBRARIES, Library, check_sms, kernel_sm
+from dspark_trt_plugins.bundle import kernel_sm
+
+from dspark_trt.engines.tensorrt.library import LIBRARIES, Library, check_sms
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine.gpu import Gpu, look_for_gpu
 
