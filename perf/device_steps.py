@@ -1,7 +1,7 @@
 """Step times of the device runtime: a step table excerpt, CUDA graphs against eager calls, the fused step against three calls.
 
-    python -m perf.device_steps --backend reference --output perf/results/device_steps.json
-    python -m perf.device_steps --backend tensorrt                  # or tensorrt_rtx; compiles first
+    python perf/device_steps.py --backend reference --output perf/results/device_steps.json
+    python perf/device_steps.py --backend tensorrt                  # or tensorrt_rtx; compiles first
 
 The pair has random weights in the shape of Qwen3-0.6B (`--layers` cuts it, `--size tiny` is for looking at the script on a CPU with
 `--device cpu`): times depend on shapes, not on values. With TensorRT the same step is also timed with rows of a small and of
@@ -24,48 +24,48 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_pair import random_pair
 
-from dspark_trt.checkpoints.drafter import read_drafter
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.checkpoints.target import read_target
-from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch
+from dspark_trt.checkpoints.spec import DecoderSpec, DrafterCheckpoint, RopeSpec, TargetCheckpoint
+from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch, TargetBatch
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.reference.on_device import open_device_reference_engines
 from dspark_trt.steptable.profile import draft_call, verification_batch
-from tests.support.factories import write_drafter, write_target
 
-QWEN3_06B: dict[str, Any] = {
-    "family": "qwen3",
-    "vocab_size": 151936,
-    "hidden": 1024,
-    "intermediate": 3072,
-    "heads": 16,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "tied": True,
-    "max_positions": 40960,
-    "dtype": "bfloat16",
-}
-TINY: dict[str, Any] = {"family": "qwen3", "vocab_size": 300, "max_positions": 1024}
+QWEN3_06B = DecoderSpec(
+    num_layers=28,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    rms_norm_eps=1e-6,
+    rope=RopeSpec(theta=1000000.0),
+    max_position_embeddings=40960,
+    has_qk_norm=True,
+    has_qkv_bias=False,
+    has_o_bias=False,
+    has_mlp_bias=False,
+)
+TINY = replace(
+    QWEN3_06B,
+    **{"num_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
+    **{"vocab_size": 300, "max_position_embeddings": 1024},
+)
 REQUESTS = (1, 8, 32)
 DEPTH = 256  # live positions of every row
 CAPACITIES = (1024, 8192)
 WARM_UPS, TIMED = 3, 20  # the first call of a bucket is eager, the second is captured
 
 
-@contextmanager
-def random_pair(size: str, layers: int) -> Iterator[tuple[TargetCheckpoint, DrafterCheckpoint]]:
-    with tempfile.TemporaryDirectory() as folder:
-        shape = QWEN3_06B if size == "qwen3-0.6b" else TINY
-        target = write_target(Path(folder) / "target", layers=layers, **shape)
-        large = {"layers": 2, "markov_rank": 256, "gamma": 7} if size == "qwen3-0.6b" else {"layers": 1, "gamma": 7}
-        taps = tuple(sorted({0, layers // 2, layers - 1}))
-        drafter = write_drafter(
-            Path(folder) / "drafter", target, taps=taps, dtype=shape.get("dtype", "float32"), **large
-        )
-        checkpoint = read_target(str(target))
-        yield checkpoint, read_drafter(str(drafter), checkpoint)
+def make_pair(size: str, layers: int) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
+    taps = tuple(sorted({0, layers // 2, layers - 1}))
+    if size == "tiny":
+        return random_pair(replace(TINY, num_layers=layers), taps=taps, num_drafter_layers=1, markov_rank=8)
+    shape = replace(QWEN3_06B, num_layers=layers)
+    return random_pair(shape, taps=taps, num_drafter_layers=2, markov_rank=256, element_type="bfloat16")
 
 
 @contextmanager
@@ -169,26 +169,29 @@ def _block(count: int, gamma: int) -> DraftBatch:
 
 def capacity_rows(backend: str, size: str, limits: EngineLimits, device: str, count: int) -> list[dict[str, float]]:
     """The same step over rows of different capacity; a few layers, since only attention could differ."""
-    rows = []
-    with random_pair(size, layers=4) as pair:
-        for max_seq_len in CAPACITIES:
-            with open_pair(backend, pair, replace(limits, max_seq_len=max_seq_len), device) as engines:
-                batch = verification_batch(count, count, engines.drafter.gamma, DEPTH, limits.max_slots)
-                ms = median_ms(lambda engines=engines, batch=batch: engines.target.forward(batch), engines.synchronize)  # type: ignore[misc]
-                rows.append({"max_seq_len": max_seq_len, "num_requests": count, "step_ms": ms})
+    rows, pair = [], make_pair(size, layers=4)
+    for max_seq_len in CAPACITIES:
+        with open_pair(backend, pair, replace(limits, max_seq_len=max_seq_len), device) as engines:
+            batch = verification_batch(count, count, engines.drafter.gamma, DEPTH, limits.max_slots)
+
+            def step(engines: DeviceEngines = engines, batch: TargetBatch = batch) -> object:
+                return engines.target.forward(batch)
+
+            ms = median_ms(step, engines.synchronize)
+            rows.append({"max_seq_len": max_seq_len, "num_requests": count, "step_ms": ms})
     return rows
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     requests = tuple(count for count in REQUESTS if count <= options.slots)
     limits = EngineLimits(options.slots, 512, max(options.slots * 8, 64))
-    with random_pair(options.size, options.layers) as pair:
-        with open_pair(options.backend, pair, limits, options.device) as engines:
-            report: dict[str, Any] = {"backend": options.backend, "device": options.device, "layers": options.layers}
-            report["steps"] = step_rows(engines, requests)
-        if options.backend == "reference":
-            eager = _reference(pair, limits, options.device, use_cuda_graphs=False)
-            report["steps_without_cuda_graphs"] = step_rows(eager, requests)
+    pair = make_pair(options.size, options.layers)
+    with open_pair(options.backend, pair, limits, options.device) as engines:
+        report: dict[str, Any] = {"backend": options.backend, "device": options.device, "layers": options.layers}
+        report["steps"] = step_rows(engines, requests)
+    if options.backend == "reference":
+        eager = _reference(pair, limits, options.device, use_cuda_graphs=False)
+        report["steps_without_cuda_graphs"] = step_rows(eager, requests)
     if options.backend != "reference":
         report["capacity"] = capacity_rows(options.backend, options.size, limits, options.device, requests[-1])
     return report
