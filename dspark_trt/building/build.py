@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dspark_trt.building.backends import resolve_backend
 from dspark_trt.building.context import Context
@@ -104,7 +105,7 @@ def _complete(
     known = _known_manifest(folder)
     inputs = record_inputs(stage.inputs(context), known.inputs if known and not verify else {})
     predecessors = {name: keys[name] for name in stage.predecessors}
-    settings = stage.settings(context) | {"code": {name: code_hash(name) for name in stage.packages(context)}}
+    settings = stage_settings(stage, context)
     key = stage_key(stage.name, settings, predecessors, inputs)
     if known is not None and known.key == key and _is_intact(folder, known, verify):
         logger.info("%s: kept", stage.name)
@@ -126,6 +127,11 @@ def _complete(
         )
         write_manifest(scratch, manifest)
     return key, True
+
+
+def stage_settings(stage: Stage, context: Context) -> dict[str, Any]:
+    """What decides a stage beside its input files and the stages before it: settings, and the code that makes it."""
+    return stage.settings(context) | {"code": {name: code_hash(name) for name in stage.packages(context)}}
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dspark_trt.commands.doctor import Finding
-from dspark_trt.engines.tensorrt.facts import ENGINE_SUFFIX
+from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX
 
 TABLE_WIDTH = 120  # characters; a narrower terminal wraps the lines and loses no digit
 MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]optional[/]"}

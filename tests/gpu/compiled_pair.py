@@ -11,8 +11,8 @@ import torch
 
 from dspark_trt.engines.settings import ENGINE_FOLDER
 from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
+from dspark_trt.engines.tensorrt.compiler.facts import engine_path
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
-from dspark_trt.engines.tensorrt.facts import engine_path
 from dspark_trt.engines.tensorrt.library import LIBRARIES, Library
 from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime
 from dspark_trt.engines.tensorrt.session import TensorRTSession

@@ -20,8 +20,8 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
+from dspark_trt.engines.tensorrt.compiler.facts import EngineFacts, engine_path, read_facts
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
-from dspark_trt.engines.tensorrt.facts import EngineFacts, engine_path, read_facts
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.select import write_select_graph
 from dspark_trt.graphs.target import write_target_graph

@@ -64,7 +64,12 @@ def test_contracts_are_kept(copied: Path) -> None:
         ("dspark_trt/graphs/rope.py", "import dspark_trt.building.build", ROOMS, "graphs.rope -> "),
         ("dspark_trt/building/build.py", "import dspark_trt.cli", ROOMS, "building.build -> dspark_trt.cli"),
         ("dspark_trt/engines/onnxruntime/memory.py", "import dspark_trt.engines.device.buckets", ENGINES, "memory -> "),
-        ("dspark_trt/engines/device/buckets.py", "import dspark_trt.engines.tensorrt.facts", ENGINES, "buckets -> "),
+        (
+            "dspark_trt/engines/device/buckets.py",
+            "import dspark_trt.engines.tensorrt.compiler.facts",
+            ENGINES,
+            "buckets -> ",
+        ),
         ("dspark_trt/runtime/kv.py", "import dspark_trt.engines.capacity", RUNTIME, "runtime.kv -> "),
         ("dspark_trt/runtime/kv.py", "import dspark_trt.steptable.profile", RUNTIME, "runtime.kv -> "),
         ("plugins/body.py", "import dspark_trt.errors", PLUGINS, "body -> dspark_trt.errors"),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims_from_metadata, target_dims_from_metadata
 from dspark_trt.engines.settings import ENGINE_FOLDER, EngineSettings
+from dspark_trt.engines.tensorrt.compiler.facts import engine_path, read_facts
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
-from dspark_trt.engines.tensorrt.facts import engine_path, read_facts
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine.packages import device_runtime_lacks
 

@@ -12,13 +12,13 @@ from dspark_trt_plugins.registry import register_plugins, unregister_plugins
 from onnx.inliner import inline_local_functions
 
 from dspark_trt.contract import bindings
+from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, compile_kernels, metadata_of, open_graphs
 from dspark_trt.engines.tensorrt.compiler.memory import check_memory, weight_bytes
 from dspark_trt.engines.tensorrt.compiler.network import check_layers, count_layers, parse_graph
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, Profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor, Progress
 from dspark_trt.engines.tensorrt.compiler.targets import CompileTargets, compile_targets
-from dspark_trt.engines.tensorrt.facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
 from dspark_trt.engines.tensorrt.library import LIBRARIES, BuildLog, Library, check_library, import_library
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import get_logger
