@@ -1,7 +1,7 @@
 """Which packages an installation holds: every room, found in its folder, so that none can be forgotten in a list.
 
-pyproject.toml says everything else. Setuptools finds packages by itself only where a folder has its package's name, and two
-have not.
+pyproject.toml says everything else. Setuptools finds packages by itself only where a folder has its package's name, and
+two have not.
 """
 
 from setuptools import find_packages, setup

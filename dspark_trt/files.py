@@ -11,7 +11,8 @@ from pathlib import Path
 
 @contextmanager
 def replace_folder(destination: Path) -> Iterator[Path]:
-    """A scratch folder beside `destination` that takes its place when the block ends well and vanishes when it does not."""
+    """A scratch folder beside `destination` that takes its place when the block ends well and vanishes when it does
+    not."""
     scratch = _scratch(destination)
     remove_partial(destination)
     scratch.mkdir(parents=True)

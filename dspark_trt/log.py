@@ -1,4 +1,5 @@
-"""Logging of the library: one logger tree, no handlers of its own. The command line and the Triton model attach theirs."""
+"""Logging of the library: one logger tree, no handlers of its own.
+The command line and the Triton model attach theirs."""
 
 from __future__ import annotations
 

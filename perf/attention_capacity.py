@@ -2,8 +2,8 @@
 
     python perf/attention_capacity.py
 
-Random weights, layer shapes of SmolLM2-135M, four requests with 256 live positions in both cases. `gqa` and `drafter` should
-stay near 1; `standard` is TensorRT's form and only a check on ONNX Runtime, where it costs O(capacity).
+Random weights, layer shapes of SmolLM2-135M, four requests with 256 live positions in both cases. `gqa` and `drafter`
+should stay near 1; `standard` is TensorRT's form and only a check on ONNX Runtime, where it costs O(capacity).
 Prints one line per form and one JSON line.
 """
 

@@ -1,11 +1,13 @@
-"""Step times of the device runtime: a step table excerpt, CUDA graphs against eager calls, the fused step against three calls.
+"""Step times of the device runtime: a step table excerpt, CUDA graphs against eager calls,
+the fused step against three calls.
 
     python perf/device_steps.py --backend reference --output perf/results/device_steps.json
     python perf/device_steps.py --backend tensorrt                  # or tensorrt_rtx; compiles first
 
-The pair has random weights in the shape of Qwen3-0.6B (`--layers` cuts it, `--size tiny` is for looking at the script on a CPU with
-`--device cpu`): times depend on shapes, not on values. With TensorRT the same step is also timed with rows of a small and of
-a large capacity and equal live context: they take the same time if attention covers what is live (docs/adr/0007). Medians of one process. Exit status 3: no such device or package.
+The pair has random weights in the shape of Qwen3-0.6B (`--layers` cuts it, `--size tiny` is for looking at the script
+on a CPU with `--device cpu`): times depend on shapes, not on values. With TensorRT the same step is also timed with
+rows of a small and of a large capacity and equal live context: they take the same time if attention covers what is live
+(docs/adr/0007). Medians of one process. Exit status 3: no such device or package.
 """
 
 from __future__ import annotations
@@ -122,7 +124,8 @@ def median_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> fl
 
 
 def step_rows(engines: DeviceEngines, requests: tuple[int, ...]) -> list[dict[str, float]]:
-    """For each number of requests: a plain step, full verification, a draft block, and both ways to half of the drafts."""
+    """For each number of requests: a plain step, full verification, a draft block,
+    and both ways to half of the drafts."""
     gamma, slots = engines.drafter.gamma, engines.target.limits.max_slots
     rows = []
     for count in requests:
@@ -220,7 +223,8 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     report["device_name"] = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
     print(
-        f"{report['device_name']}, {options.backend}, {options.size} of {options.layers} layers, {DEPTH} live positions a row"
+        f"{report['device_name']}, {options.backend}, {options.size} of {options.layers} layers, {DEPTH} live "
+        "positions a row"
     )
     for name in ("steps", "steps_without_cuda_graphs", "capacity"):
         if name in report:

@@ -1,4 +1,5 @@
-"""A target and a drafter with random weights: step times depend on shapes, not on values, so no checkpoint is downloaded."""
+"""A target and a drafter with random weights:
+step times depend on shapes, not on values, so no checkpoint is downloaded."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def random_pair(
     gamma: int = 7,
     element_type: ElementType = "float32",
 ) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
-    """A target of `decoder`, its head tied to its embedding, and a drafter of fewer such layers with a vanilla Markov head.
+    """A target of `decoder`, its head tied to its embedding,
+    and a drafter of fewer such layers with a vanilla Markov head.
 
     Args:
         taps: the target's layers whose output the drafter reads, strictly increasing.

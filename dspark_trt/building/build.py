@@ -2,8 +2,8 @@
 
     checkpoint -> graph -> engine -> step table + calibration -> model repository
 
-Each stage is a folder with a manifest (see manifest.py). A stage that is there and matches is kept; a stage that failed or
-was interrupted leaves nothing, and the next run goes on from there.
+Each stage is a folder with a manifest (see manifest.py). A stage that is there and matches is kept; a stage that failed
+or was interrupted leaves nothing, and the next run goes on from there.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def build(
     Args:
         verify: hash kept files again instead of trusting size, modification time and inode.
 
-    Raises: RecipeError, CheckpointError, PairingError, ExportError, EngineBuildError, EnvironmentMissingError; ManifestError
+    Raises: RecipeError, CheckpointError, PairingError, ExportError, EngineBuildError, EnvironmentMissingError;
+        ManifestError
         when `output` holds something that is not a build, or another build is running in it.
     """
     recipe = resolve(recipe)
@@ -91,8 +92,8 @@ def resolve(recipe: BuildRecipe) -> BuildRecipe:
     """No `auto` after this point, and a machine that can build it. Raises RecipeError, EnvironmentMissingError."""
     if recipe.max_batch_tokens < recipe.max_slots:
         raise RecipeError(
-            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not hold one "
-            "token of every request; raise --max-batch-tokens or lower --max-slots"
+            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not hold "
+            "one token of every request; raise --max-batch-tokens or lower --max-slots"
         )
     return resolve_backend(recipe)
 

@@ -44,7 +44,8 @@ class Context:
 
     @cached_property
     def engine_settings(self) -> EngineSettings:
-        """What engines are compiled for. With given compute capabilities it does not depend on the machine that compiles."""
+        """What engines are compiled for.
+        With given compute capabilities it does not depend on the machine that compiles."""
         recipe = self.recipe
         match recipe.backend:
             case "tensorrt" | "tensorrt_rtx":

@@ -1,9 +1,9 @@
 """Versioned manifests with a sha256 chain: every stage of a build says what it was made from and what it wrote.
 
-A stage is a folder of the build directory with a `manifest.json`. Its `key` is the sha256 of everything that decides its
-content: settings, sha256 of its input files, keys of the stages before it, and the schema version. A stage whose recorded
-key is the wanted one, and whose files are unchanged, is skipped. "Unchanged" is decided by size, modification time and
-inode; where those differ (a copied or moved directory), or under `verify`, the bytes are hashed again.
+A stage is a folder of the build directory with a `manifest.json`. Its `key` is the sha256 of everything that decides
+its content: settings, sha256 of its input files, keys of the stages before it, and the schema version. A stage whose
+recorded key is the wanted one, and whose files are unchanged, is skipped. "Unchanged" is decided by size, modification
+time and inode; where those differ (a copied or moved directory), or under `verify`, the bytes are hashed again.
 """
 
 from __future__ import annotations
@@ -160,8 +160,9 @@ def check_chain(build: Path, summary: BuildSummary, stages: Mapping[str, StageMa
         for said_by, key in links.items():
             if key != manifest.key:
                 raise ManifestError(
-                    f"{build / name}: key {manifest.key[:16]}… does not match {key[:16]}… of {said_by}: the stage comes from "
-                    "another build or was edited, or a build was not finished here; run `dspark-trt build` again"
+                    f"{build / name}: key {manifest.key[:16]}… does not match {key[:16]}… of {said_by}: the stage "
+                    "comes from another build or was edited, or a build was not finished here; run `dspark-trt build` "
+                    "again"
                 )
 
 

@@ -146,8 +146,9 @@ def _check_can_measure(context: Context) -> None:
     if settings.backend == "onnxruntime" or (isinstance(gpu, Gpu) and settings.is_for(gpu)):
         return
     raise EnvironmentMissingError(
-        f"{context.output} has checkpoints, graphs and engines for {settings.device} now; the step table is measured on the GPU "
-        f"that serves, and here is {gpu}. Run the same command there, on this directory or a copy of it: what is there is kept"
+        f"{context.output} has checkpoints, graphs and engines for {settings.device} now; the step table is measured "
+        f"on the GPU that serves, and here is {gpu}. Run the same command there, on this directory or a copy of it: "
+        "what is there is kept"
     )
 
 
@@ -211,7 +212,8 @@ STAGES = (
     Stage(
         name="engines",
         predecessors=("graphs",),
-        # an engine takes long to compile, so code that only runs it does not count; kernels of the plugins are a part of it
+        # an engine takes long to compile, so code that only runs it does not count; kernels of the plugins are a part
+        # of it
         packages=lambda context: (
             ("dspark_trt.engines.tensorrt.compiler", "dspark_trt_plugins") if context.is_on_device else ()
         ),

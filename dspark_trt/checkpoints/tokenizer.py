@@ -28,8 +28,8 @@ def write_tokenizer(
 ) -> None:
     """Write the folder `destination` for `TextCodec.load`, from the target at `source` (as for `read_target`).
 
-    Raises CheckpointError when there is no tokenizer.json, when a GGUF file's tokenizer is of a kind that is not known, or
-    when the chat template is not valid Jinja.
+    Raises CheckpointError when there is no tokenizer.json, when a GGUF file's tokenizer is of a kind that is not known,
+    or when the chat template is not valid Jinja.
     """
     path = locate(source, revision)
     tokenizer, template, special_tokens, eos_ids = _from_gguf(path) if path.is_file() else _from_folder(path)
@@ -66,7 +66,8 @@ def _from_folder(folder: Path) -> Parts:
         other = ", ".join(sorted(path.name for path in folder.glob("*token*"))) or "none"
         raise CheckpointError(
             f"{folder}: no tokenizer.json (other tokenizer files: {other}); write one with "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers, or copy it from the model's publisher"
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers, or copy it from the model's "
+            "publisher"
         )
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -107,7 +108,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     named = {entry.get("name"): entry.get("template") for entry in template}
     if "default" not in named:
         raise CheckpointError(
-            f"{folder}: tokenizer_config.json has chat templates named {sorted(map(str, named))}, none of them 'default'; "
-            f"write the one to use into {TEMPLATE_FILE}"
+            f"{folder}: tokenizer_config.json has chat templates named {sorted(map(str, named))}, none of them "
+            f"'default'; write the one to use into {TEMPLATE_FILE}"
         )
     return str(named["default"])

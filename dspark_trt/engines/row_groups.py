@@ -36,14 +36,16 @@ def row_group(
     first_token: int = 0,
     padded_to: tuple[int, int] | None = None,
 ) -> RowGroup:
-    """The group of some segments, given in packed order: [R] each, `first_token` the packed index of the first one's first.
+    """The group of some segments, given in packed order:
+    [R] each, `first_token` the packed index of the first one's first.
 
-    `padded_to` (B, S): the range begins at row 0 and has these sizes; without it, it is the smallest that holds the segments.
-    Without segments, one row without tokens: attention operators do not take an empty batch (ONNX Runtime's standard one says
-    so, GroupQueryAttention can divide by zero). On ONNX Runtime that row costs 2 to 3 % of a one-token step.
+    `padded_to` (B, S): the range begins at row 0 and has these sizes; without it, it is the smallest that holds the
+    segments. Without segments, one row without tokens: attention operators do not take an empty batch (ONNX Runtime's
+    standard one says so, GroupQueryAttention can divide by zero). On ONNX Runtime that row costs 2 to 3 % of a
+    one-token step.
 
-    Padding points at the row's own last token, so that nothing of another request, a NaN say, is ever written into a row that
-    is read.
+    Padding points at the row's own last token, so that nothing of another request, a NaN say, is ever written into a
+    row that is read.
     """
     if not len(rows):
         none = np.zeros(1, np.int64)

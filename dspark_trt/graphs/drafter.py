@@ -1,7 +1,7 @@
 """The two drafter graphs: `ingest` brings taps into the context caches, `draft` makes one block per request.
 
-Source: paper section 3.1, eq. 2-7. Shape letters: `R` requests, `G` gamma, `T` context tokens, `V` vocabulary, `D` hidden,
-`M` tap layers.
+Source: paper section 3.1, eq. 2-7. Shape letters: `R` requests, `G` gamma, `T` context tokens, `V` vocabulary, `D`
+hidden, `M` tap layers.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def write_drafter_graphs(
     """Write drafter_ingest.onnx and drafter_draft.onnx with their weights into `folder`, where target.onnx already is.
 
     An embedding or head that the drafter does not own is the target's, in the target's file.
-    `twin`: as for the target, whose graph has to be a twin too. `markov_top_n`: drafts of a slot come from its so many largest
-    base logits; 0: from all.
-    Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not fit the
-    precision, or a weight exceeds float16.
+    `twin`: as for the target, whose graph has to be a twin too. `markov_top_n`: drafts of a slot come from its so many
+    largest base logits; 0: from all.
+    Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not
+    fit the precision, or a weight exceeds float16.
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")

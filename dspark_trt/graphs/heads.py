@@ -26,9 +26,9 @@ def emit_markov_head(
 ) -> None:
     """base_logits [R, G, V] and hidden [R, G, D], of the model's type, -> draft_ids, draft_logits, confidence_logits.
 
-    W2 is read once a slot. ONNX Runtime would pack it once for each of the G nodes that read it, G copies in memory; as an
-    initializer that can be overridden it stays memory-mapped, which is faster for one request and slower for eight or more.
-    In 16 bits it is a constant like any other: TensorRT would take it for an input.
+    W2 is read once a slot. ONNX Runtime would pack it once for each of the G nodes that read it, G copies in memory; as
+    an initializer that can be overridden it stays memory-mapped, which is faster for one request and slower for eight
+    or more. In 16 bits it is a constant like any other: TensorRT would take it for an input.
     Raises ExportError when there are not more than `top_n` logits.
     """
     check_top_n(spec, top_n)
@@ -47,6 +47,6 @@ def check_top_n(spec: DrafterSpec, top_n: int) -> None:
     """Raises ExportError when there are not more than `top_n` logits."""
     if top_n >= spec.decoder.vocab_size:
         raise ExportError(
-            f"markov_top_n: expected less than the drafter's vocabulary of {spec.decoder.vocab_size}, found {top_n}; leave "
-            "--markov-top-n out to draw from all of it"
+            f"markov_top_n: expected less than the drafter's vocabulary of {spec.decoder.vocab_size}, found {top_n}; "
+            "leave --markov-top-n out to draw from all of it"
         )

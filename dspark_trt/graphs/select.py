@@ -20,7 +20,8 @@ from dspark_trt.graphs.numbers import numbers_of
 def write_select_graph(drafter: DrafterSpec, folder: Path, *, limits: EngineLimits, precision: Precision) -> GraphFiles:
     """Write prefix_select.onnx into `folder`: inputs and outputs of `bindings.select_inputs` and `.select_outputs`.
 
-    It has no weights and no 16-bit numbers; `precision` enters the metadata alone, which is that of the drafter's graphs.
+    It has no weights and no 16-bit numbers; `precision` enters the metadata alone, which is that of the drafter's
+    graphs.
     Raises ExportError when a limit does not fit the drafter.
     """
     check_limits(limits, drafter.decoder, gamma=drafter.gamma, what="drafter")

@@ -1,10 +1,10 @@
 """Attention of one row group of `bindings` in PyTorch: what graphs/attention_standard.py says, with the same memory.
 
-Nothing here waits for the device, depends on the values of a tensor or makes a shape out of them: a call can be captured in a
-CUDA graph. Its cost follows the capacity of a row, as that of any mask over a whole row does.
+Nothing here waits for the device, depends on the values of a tensor or makes a shape out of them: a call can be
+captured in a CUDA graph. Its cost follows the capacity of a row, as that of any mask over a whole row does.
 
-Shape letters: `T` packed tokens, `B` rows and `S` padded query length of the group, `N`/`K` query/KV heads, `H` head dim,
-`C` row capacity.
+Shape letters: `T` packed tokens, `B` rows and `S` padded query length of the group, `N`/`K` query/KV heads, `H` head
+dim, `C` row capacity.
 """
 
 from __future__ import annotations

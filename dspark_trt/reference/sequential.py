@@ -101,7 +101,8 @@ class _WidenedWeights(ReferenceWeights):
 def gpu_operation(operation: MarkovHeadOperation | PrefixSelectOperation, device: str) -> Any:
     """The operation's kernels, compiled for this GPU and loaded: a TorchOperation.
 
-    Raises EnvironmentMissingError without triton or cuda-bindings, EngineBuildError when kernels cannot be compiled or loaded.
+    Raises EnvironmentMissingError without triton or cuda-bindings, EngineBuildError when kernels cannot be compiled or
+    loaded.
     """
     try:
         from dspark_trt_plugins.launch import TorchOperation
@@ -122,8 +123,8 @@ def _compiled(operation: MarkovHeadOperation | PrefixSelectOperation, capability
     sm = kernel_sm(10 * major + minor)
     if sm is None:
         raise EngineBuildError(
-            f"{operation.name}: expected a GPU of SM {', '.join(map(str, SUPPORTED_SMS))}, found SM {major}{minor}, for which "
-            "the kernels are not compiled; use another GPU, or --backend onnxruntime on the CPU"
+            f"{operation.name}: expected a GPU of SM {', '.join(map(str, SUPPORTED_SMS))}, found SM {major}{minor}, "
+            "for which the kernels are not compiled; use another GPU, or --backend onnxruntime on the CPU"
         )
     return compile_operation(operation, [sm])
 

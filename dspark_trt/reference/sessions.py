@@ -1,8 +1,10 @@
-"""The graphs of `bindings` in PyTorch, straight from the checkpoints, on any device: what a compiled engine does, without a compiler.
+"""The graphs of `bindings` in PyTorch, straight from the checkpoints, on any device:
+what a compiled engine does, without a compiler.
 
-They take the very tensors that a TensorRT engine of a `standard` graph takes, in the same element types, and write the very
-outputs, so that all of the device runtime runs on a host with nothing but torch (and, on a GPU, triton). Norms, rotation,
-logits and the sequential stage are float32, as in the graphs; in float16 the drafter's `fc` and `hidden_norm` too.
+They take the very tensors that a TensorRT engine of a `standard` graph takes, in the same element types, and write the
+very outputs, so that all of the device runtime runs on a host with nothing but torch (and, on a GPU, triton). Norms,
+rotation, logits and the sequential stage are float32, as in the graphs; in float16 the drafter's `fc` and `hidden_norm`
+too.
 
 No call waits for the device, reads a value on the host or makes a shape of one.
 

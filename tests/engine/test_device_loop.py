@@ -1,4 +1,5 @@
-"""Whole decoding loops over the device engines, on the graphs that TensorRT compiles: the tokens of the ONNX Runtime engines."""
+"""Whole decoding loops over the device engines, on the graphs that TensorRT compiles:
+the tokens of the ONNX Runtime engines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """TensorRT-RTX compiles every graph ahead of time for four GPU architectures at once, on a machine without a GPU.
 
-What is shown: parsing without a warning, layer types, types and shapes, code for every architecture in the engine. What is not:
-that an engine runs, for which RTX wants a driver.
+What is shown: parsing without a warning, layer types, types and shapes, code for every architecture in the engine. What
+is not: that an engine runs, for which RTX wants a driver.
 """
 
 from __future__ import annotations

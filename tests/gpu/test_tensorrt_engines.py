@@ -1,7 +1,7 @@
 """Engines that TensorRT compiled here, on this GPU: numbers, caches in place, the mask, CUDA graphs, and decoding.
 
-They are compared with the PyTorch sessions in the same precision. `tensorrt` is tested where it is installed, `tensorrt_rtx`
-otherwise.
+They are compared with the PyTorch sessions in the same precision. `tensorrt` is tested where it is installed,
+`tensorrt_rtx` otherwise.
 """
 
 from __future__ import annotations

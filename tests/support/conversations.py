@@ -1,7 +1,7 @@
 """Ragged multi-step batches with rejections, and what transformers says about the same tokens.
 
-A `Conversations` keeps the committed tokens of every KV row. Each step takes some rows in some order, gives each a random
-query, and commits only a prefix of it; the next step overwrites the rest, as after rejected drafts.
+A `Conversations` keeps the committed tokens of every KV row. Each step takes some rows in some order, gives each a
+random query, and commits only a prefix of it; the next step overwrites the rest, as after rejected drafts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chi-square of whole outputs of the toy engines against the target's exact distribution.
 
 Every output of a small language is enumerated with its exact probability (plain reference, float64). Batches of 4 rows
-with slot churn: requests of several lengths and prompts join and leave all the time. Outputs are compared token prefix by
-token prefix (1, 2, 3 and 4 tokens), since few large cells show a small bias that many small ones hide.
+with slot churn: requests of several lengths and prompts join and leave all the time. Outputs are compared token prefix
+by token prefix (1, 2, 3 and 4 tokens), since few large cells show a small bias that many small ones hide.
 """
 
 from __future__ import annotations

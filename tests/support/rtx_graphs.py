@@ -112,7 +112,8 @@ def counted_layers(facts: Mapping[str, EngineFacts]) -> dict[str, dict[str, int]
 
 
 def write_large_pair(folder: Path) -> tuple[Path, Path]:
-    """A target of the shape of Qwen3-0.6B and a drafter as published ones are (gamma 7, rank 256), in bfloat16: their folders.
+    """A target of the shape of Qwen3-0.6B and a drafter as published ones are (gamma 7, rank 256),
+    in bfloat16: their folders.
 
     Small ones are written and widened, with one block of numbers repeated: a compiler does not look at the values, and
     random weights of that size take longer than compiling them.

@@ -1,4 +1,5 @@
-"""Calls of the four graphs as tensors by binding name: row groups with gaps, padding everywhere, poison where nothing is valid.
+"""Calls of the four graphs as tensors by binding name:
+row groups with gaps, padding everywhere, poison where nothing is valid.
 
 What is padding may hold anything; `poison` chooses what, so that two calls that differ in it alone have to agree.
 """
@@ -164,8 +165,8 @@ def draft_call(
 
 
 def copied(tensors: Tensors, device: str = "cpu", element_type: torch.dtype | None = None) -> Tensors:
-    """The same call on memory of its own; a cache and its output stay one tensor. Floats as `element_type` but for float32
-    inputs and outputs."""
+    """The same call on memory of its own; a cache and its output stay one tensor. Floats as `element_type` but for
+    float32 inputs and outputs."""
     copies: dict[int, torch.Tensor] = {}
     always_float32 = {bindings.LOGITS, bindings.DRAFT_LOGITS, bindings.CONFIDENCE_LOGITS}
     always_float32 |= {bindings.TEMPERATURES, bindings.UNIFORMS}

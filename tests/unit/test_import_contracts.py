@@ -31,7 +31,8 @@ TESTS = "Measurements import no tests"
 
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sources under the names that they are imported by, with the grimp cache of the first run, which makes the rest quick."""
+    """Sources under the names that they are imported by, with the grimp cache of the first run,
+    which makes the rest quick."""
     copy = tmp_path_factory.mktemp("copy")
     for folder, name in SOURCES.items():
         shutil.copytree(REPOSITORY / folder, copy / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,15 +1,16 @@
 """From a target batch to the calls of the target graph that compute it: shapes and index arrays, on the host.
 
-A step that only decodes is one call of bucket sizes from KV row 0 on, which a CUDA graph can hold. Prefill chunks are called as
-they are; the first run of them together with the tokens that decode, further ones alone (`device_buckets.prefill_runs`).
+A step that only decodes is one call of bucket sizes from KV row 0 on, which a CUDA graph can hold. Prefill chunks are
+called as they are; the first run of them together with the tokens that decode, further ones alone
+(`device_buckets.prefill_runs`).
 
-Padding tokens are token 0 at position 0, and no row points at them. Padding queries repeat their row's last token; rows without
-tokens write behind max_seq_len, where nothing valid can stand (graphs/attention_standard.py). A group without tokens stands on a
-row that has some, and repeats that row's: what a row holds, valid or not, is its own as far as can be, since a mask does not hide
-a NaN.
+Padding tokens are token 0 at position 0, and no row points at them. Padding queries repeat their row's last token; rows
+without tokens write behind max_seq_len, where nothing valid can stand (graphs/attention_standard.py). A group without
+tokens stands on a row that has some, and repeats that row's: what a row holds, valid or not, is its own as far as can
+be, since a mask does not hide a NaN.
 
-Shape letters: `R` requests that decode, `G` gamma, `T` packed tokens, `L` logit rows; `B` KV rows and `S` padded query length of
-a row group.
+Shape letters: `R` requests that decode, `G` gamma, `T` packed tokens, `L` logit rows; `B` KV rows and `S` padded query
+length of a row group.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ def check_batch(batch: HostBatch, new_positions: Int64, gamma: int, limits: Engi
     check_tokens(limits, batch.num_tokens)
     if (longest := int(batch.query_lengths[: batch.num_decode].max(initial=0))) > gamma + 1:
         raise CapacityError(
-            f"a row would verify {longest} tokens, the engine takes an anchor and {gamma} drafts (gamma of the drafter); pass "
-            "longer segments as prefill chunks"
+            f"a row would verify {longest} tokens, the engine takes an anchor and {gamma} drafts (gamma of the "
+            "drafter); pass longer segments as prefill chunks"
         )
 
 

@@ -1,4 +1,5 @@
-"""Sizes of buckets, shared calls of prompts, and the index arrays of padded calls: padding is never read and never read from."""
+"""Sizes of buckets, shared calls of prompts, and the index arrays of padded calls:
+padding is never read and never read from."""
 
 from __future__ import annotations
 

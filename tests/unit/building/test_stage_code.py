@@ -1,4 +1,5 @@
-"""Which stages an edit of the code makes again: those that it decides, and no others. Keys tell, so no GPU is needed."""
+"""Which stages an edit of the code makes again: those that it decides, and no others.
+Keys tell, so no GPU is needed."""
 
 from __future__ import annotations
 

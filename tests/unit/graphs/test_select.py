@@ -1,4 +1,5 @@
-"""The select graph: its inputs and outputs are those of `bindings`, and ONNX Runtime computes the plugin's reference with it."""
+"""The select graph: its inputs and outputs are those of `bindings`,
+and ONNX Runtime computes the plugin's reference with it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The packed tensors of PrefixSelect are the inputs that the target graph takes, as the engines make them on the host.
 
-The number of query slots differs (gamma + 1 here, the longest query there), and where padding points: anywhere, says `bindings`.
+The number of query slots differs (gamma + 1 here, the longest query there), and where padding points: anywhere, says
+`bindings`.
 """
 
 from __future__ import annotations

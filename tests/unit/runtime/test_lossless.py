@@ -1,7 +1,8 @@
-"""The output distribution is the target's, exactly: chi-square of whole outputs against the exact one (tests/support/lossless.py).
+"""The output distribution is the target's, exactly:
+chi-square of whole outputs against the exact one (tests/support/lossless.py).
 
-Seeds are fixed, so a result never changes. Had the draws been random, a test would fail falsely with probability 1e-4, and
-any of the 55 here with 0.55 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
+Seeds are fixed, so a result never changes. Had the draws been random, a test would fail falsely with probability 1e-4,
+and any of the 55 here with 0.55 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
 """
 
 from __future__ import annotations

@@ -78,7 +78,8 @@ def test_a_device_that_selects_wrongly_fails_its_requests(
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_a_drafter_gone_mad_changes_no_output(poison: float) -> None:
-    """D27: ids that are no tokens were verified before the host saw them; they, and all behind them, count as not proposed."""
+    """D27: ids that are no tokens were verified before the host saw them;
+    they, and all behind them, count as not proposed."""
     parts = Parts(table=FLAT)
 
     def poison_output(batch: DraftBatch, output: DraftOutput) -> None:

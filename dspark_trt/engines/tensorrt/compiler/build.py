@@ -64,10 +64,11 @@ def compile_graphs(
     Args:
         names: of tensorrt_profiles.GRAPHS, which all have to be there.
         progress: told the fraction of the work that is done.
-        listen: gets every message of the compiler, and the engines keep their layers' names: for looking into an engine.
+        listen: gets every message of the compiler, and the engines keep their layers' names: for looking into an
+            engine.
 
-    Raises EnvironmentMissingError when a package, a driver or a GPU is missing, EngineBuildError when the GPU is of the wrong
-    kind, memory cannot suffice, or a graph cannot be compiled as it is written.
+    Raises EnvironmentMissingError when a package, a driver or a GPU is missing, EngineBuildError when the GPU is of the
+    wrong kind, memory cannot suffice, or a graph cannot be compiled as it is written.
     """
     trt = import_library(settings.library)
     targets = compile_targets(settings.library, settings.sms, use_plugins=settings.use_plugins)
@@ -119,8 +120,8 @@ class _Compiler:
             self._builder = trt.Builder(self._log.logger)
         except TypeError as error:  # the factory gave nothing
             raise EnvironmentMissingError(
-                f"{settings.library} cannot start: {'; '.join(self._log.take()) or error}; it needs the NVIDIA driver of a "
-                "GPU: see `dspark-trt doctor`"
+                f"{settings.library} cannot start: {'; '.join(self._log.take()) or error}; it needs the NVIDIA driver "
+                "of a GPU: see `dspark-trt doctor`"
             ) from None
         self._timings = b""
         if settings.known_timings is not None and settings.known_timings.is_file():
@@ -144,13 +145,14 @@ class _Compiler:
         if engine is None:
             raise EngineBuildError(
                 f"{graph}: {settings.library} {trt.__version__} cannot compile the graph for SM "
-                f"{' '.join(map(str, self._targets.sms))}: {'; '.join(problems) or 'it gives no reason'}; if memory was short "
-                f"lower --max-slots or --max-seq-len, else report this, with the version of {settings.library}"
+                f"{' '.join(map(str, self._targets.sms))}: {'; '.join(problems) or 'it gives no reason'}; if memory "
+                "was short lower --max-slots or --max-seq-len, else report this, with the version of "
+                f"{settings.library}"
             )
         if dropped := [problem for problem in problems if "Unused Input" in problem]:
             raise EngineBuildError(
-                f"{graph}: {settings.library} {trt.__version__} would not compute what the graph says: {'; '.join(dropped)}; "
-                f"report this, with the version of {settings.library}"
+                f"{graph}: {settings.library} {trt.__version__} would not compute what the graph says: "
+                f"{'; '.join(dropped)}; report this, with the version of {settings.library}"
             )
         with memoryview(engine) as data:
             engine_path(self._folder, graph).write_bytes(data)

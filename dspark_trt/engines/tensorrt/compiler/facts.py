@@ -1,4 +1,5 @@
-"""`{graph}.json` beside `{graph}.engine`: what an engine was compiled from, with and for, read back when it is opened."""
+"""`{graph}.json` beside `{graph}.engine`:
+what an engine was compiled from, with and for, read back when it is opened."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ Progress = Callable[[float], None]
 
 
 class BuildMonitor:
-    """Follows one build. Phases nest: one inside of another is a part of that one's current step; one phase is outermost."""
+    """Follows one build. Phases nest: one inside of another is a part of that one's current step;
+    one phase is outermost."""
 
     def __init__(self, trt: Any, progress: Progress) -> None:
         running: dict[str, tuple[float, float]] = {}  # begin of the current step and width of every step
