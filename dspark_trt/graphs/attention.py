@@ -1,4 +1,4 @@
-"""Attention: the one seam between backends (DESIGN section 5). Everything else in a graph is standard and shared.
+"""Attention: the one seam between backends (docs/adr/0002). Everything else in a graph is standard and shared.
 
 | call | ONNX Runtime | TensorRT, and ONNX Runtime as a check |
 |---|---|---|

@@ -1,7 +1,8 @@
 """The device runtime without a compiler: PyTorch sessions straight from the checkpoints, on a GPU or on the CPU.
 
 It is what a GPU host with only torch and triton runs, and what the tests compare TensorRT with. Its attention costs as
-much as the capacity of a row; DESIGN section 5 calls it the oracle, not a backend to serve with.
+much as the capacity of a row; it is the oracle, not a backend to serve with
+(docs/adr/0008).
 """
 
 from __future__ import annotations

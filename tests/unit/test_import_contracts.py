@@ -64,6 +64,7 @@ def test_contracts_are_kept(copied: Path) -> None:
         ("dspark_trt/serving/worker.py", "import dspark_trt.server.options", ROOMS, "worker -> "),
         ("dspark_trt/graphs/rope.py", "import dspark_trt.building.build", ROOMS, "graphs.rope -> "),
         ("dspark_trt/building/build.py", "import dspark_trt.cli", ROOMS, "building.build -> dspark_trt.cli"),
+        ("dspark_trt/building/backends.py", "import dspark_trt.reference.on_device", ROOMS, "backends -> "),
         ("dspark_trt/engines/onnxruntime/memory.py", "import dspark_trt.engines.device.buckets", ENGINES, "memory -> "),
         (
             "dspark_trt/engines/device/buckets.py",

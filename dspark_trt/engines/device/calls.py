@@ -2,7 +2,7 @@
 
 A step that only decodes is one call of bucket sizes from KV row 0 on, which a CUDA graph can hold. Prefill chunks are
 called as they are; the first run of them together with the tokens that decode, further ones alone
-(`device_buckets.prefill_runs`).
+(`buckets.prefill_runs`).
 
 Padding tokens are token 0 at position 0, and no row points at them. Padding queries repeat their row's last token; rows
 without tokens write behind max_seq_len, where nothing valid can stand (graphs/attention_standard.py). A group without

@@ -62,7 +62,7 @@ def compile_graphs(
     Where the package measures tactics, `folder` also gets `timing.cache`.
 
     Args:
-        names: of tensorrt_profiles.GRAPHS, which all have to be there.
+        names: of profiles.GRAPHS, which all have to be there.
         progress: told the fraction of the work that is done.
         listen: gets every message of the compiler, and the engines keep their layers' names: for looking into an
             engine.

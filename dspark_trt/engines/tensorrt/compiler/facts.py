@@ -35,7 +35,7 @@ class EngineFacts(BaseModel):
 
 
 def engine_path(folder: Path, graph: str) -> Path:
-    """Where the engine of one of tensorrt_profiles.GRAPHS stands."""
+    """Where the engine of one of profiles.GRAPHS stands."""
     return (folder / graph).with_suffix(ENGINE_SUFFIX)
 
 

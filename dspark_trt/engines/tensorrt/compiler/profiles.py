@@ -68,7 +68,7 @@ def graph_inputs(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[
 def graph_profiles(graph: str, limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     """The profiles of one of GRAPHS, the tightest first.
 
-    The runtime pads within the limits (device_buckets): tokens never exceed max_batch_tokens, nor requests and rows
+    The runtime pads within the limits (device/buckets): tokens never exceed max_batch_tokens, nor requests and rows
     max_slots.
     """
     return {
