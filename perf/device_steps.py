@@ -126,12 +126,12 @@ def median_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> fl
 def step_rows(engines: DeviceEngines, requests: tuple[int, ...]) -> list[dict[str, float]]:
     """For each number of requests: a plain step, full verification, a draft block,
     and both ways to half of the drafts."""
-    gamma, slots = engines.drafter.gamma, engines.target.limits.max_slots
+    gamma, most = engines.drafter.gamma, engines.target.limits.max_slots
     rows = []
     for count in requests:
-        plain = verification_batch(count, count, gamma, DEPTH, slots)
-        full = verification_batch(count, count * (1 + gamma), gamma, DEPTH, slots)
-        half = verification_batch(count, count + count * gamma // 2, gamma, DEPTH, slots)
+        plain = verification_batch(count, count, gamma, DEPTH, most)
+        full = verification_batch(count, count * (1 + gamma), gamma, DEPTH, most)
+        half = verification_batch(count, count + count * gamma // 2, gamma, DEPTH, most)
         draft = draft_call(engines.target, engines.drafter, count, DEPTH)
         block = _block(count, gamma)
         select = SelectBatch(
@@ -186,8 +186,8 @@ def capacity_rows(backend: str, size: str, limits: EngineLimits, device: str, co
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    requests = tuple(count for count in REQUESTS if count <= options.slots)
-    limits = EngineLimits(options.slots, 512, max(options.slots * 8, 64))
+    requests = tuple(count for count in REQUESTS if count <= options.requests)
+    limits = EngineLimits(options.requests, 512, max(options.requests * 8, 64))
     pair = make_pair(options.size, options.layers)
     with open_pair(options.backend, pair, limits, options.device) as engines:
         report: dict[str, Any] = {"backend": options.backend, "device": options.device, "layers": options.layers}
@@ -213,7 +213,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--size", choices=["qwen3-0.6b", "tiny"], default="qwen3-0.6b")
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--output", type=Path, help="JSON file that gets the tables")
     options = parser.parse_args(arguments)
     try:

@@ -44,7 +44,7 @@ from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
 
 logger = get_logger(__name__)
 
-Progress = Callable[[str, float], None]  # stage, fraction done 0..1
+StageProgress = Callable[[str, float], None]  # stage, fraction done 0..1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def build(
     output: Path,
     *,
     verify: bool = False,
-    progress: Progress = lambda stage, fraction: None,
+    progress: StageProgress = lambda stage, fraction: None,
 ) -> list[StageResult]:
     """Make or complete the build directory `output`.
 
@@ -99,7 +99,7 @@ def resolve(recipe: BuildRecipe) -> BuildRecipe:
 
 
 def _complete(
-    stage: Stage, context: Context, keys: Mapping[str, str], verify: bool, progress: Progress
+    stage: Stage, context: Context, keys: Mapping[str, str], verify: bool, progress: StageProgress
 ) -> tuple[str, bool]:
     folder = context.output / stage.name
     remove_partial(folder)

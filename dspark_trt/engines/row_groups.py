@@ -18,10 +18,10 @@ class RowGroup:
     """A range of rows [first_row, first_row + B) and where its tokens stand."""
 
     first_row: int
-    tokens: Int64  # [B, S] packed index of each padded slot; padding points at the row's last token
+    tokens: Int64  # [B, S] packed index of each padded query; padding points at the row's last token
     past_lengths: Int64  # [B], 0 for rows without tokens
     query_lengths: Int64  # [B], 0 for rows without tokens
-    slots: Int64  # [T] b * S + i of each token
+    padded_indices: Int64  # [T] b * S + i of each token
 
     @property
     def num_rows(self) -> int:
@@ -55,13 +55,13 @@ def row_group(
     at = rows - first_row
     ends = query_lengths.cumsum()
     begins = ends - query_lengths
-    slots = np.arange(ends[-1]) + np.repeat(at * longest - begins, query_lengths)
+    padded_indices = np.arange(ends[-1]) + np.repeat(at * longest - begins, query_lengths)
     tokens = np.zeros((num_rows, longest), np.int64)
     tokens[at] = first_token + begins[:, None] + np.minimum(np.arange(longest), query_lengths[:, None] - 1)
     past, query = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     past[at] = past_lengths
     query[at] = query_lengths
-    return RowGroup(first_row, tokens, past, query, slots)
+    return RowGroup(first_row, tokens, past, query, padded_indices)
 
 
 def positions(past_lengths: Int64, query_lengths: Int64) -> Int64:

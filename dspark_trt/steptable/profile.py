@@ -17,9 +17,8 @@ import numpy as np
 from array_api_compat import array_namespace
 
 from dspark_trt.contract.protocol import DraftBatch, DraftEngine, EngineLimits, IngestBatch, TargetBatch, TargetEngine
+from dspark_trt.log import Progress
 from dspark_trt.steptable.table import StepTable, isotonic
-
-Progress = Callable[[float], None]  # called with the fraction done, 0..1
 
 SHALLOW_CONTEXT_TOKENS = 128
 DEEP_CONTEXT_TOKENS = (1024,)  # as far as the rows hold them

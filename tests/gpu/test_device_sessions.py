@@ -41,11 +41,11 @@ def calls(opened: ReferenceSessions, poison: Any = POISONS[1]) -> dict[str, tupl
         ((0, 0), (17, 3), (90, 1), (4, 6)),
         ((0, 9), (12, 2)),
         num_tokens=32,
-        num_slots=(6, 10),
+        num_queries=(6, 10),
         poison=poison,
     )
     context = ingest_call(
-        opened.drafter_dims, ((5, 4), (0, 0), (0, 7), (40, 8)), num_tokens=32, num_slots=8, poison=poison
+        opened.drafter_dims, ((5, 4), (0, 0), (0, 7), (40, 8)), num_tokens=32, num_queries=8, poison=poison
     )
     draft = draft_call(opened.drafter_dims, (9, 43, 1), (3, 0, 2), (0.0, 0.8, 1.3), num_rows=4, poison=poison)
     sessions = opened.sessions

@@ -55,15 +55,15 @@ class DeviceCache:
         """Every cache input and output of a row group, by binding name, for a range of rows."""
         return self._kept(group, first_row, num_rows)
 
-    def prepare(self, rows: Int64, past_lengths: Int64, num_slots: int) -> None:
-        """Before a call that writes up to `num_slots` positions of some rows: clear the rows that begin."""
+    def prepare(self, rows: Int64, past_lengths: Int64, num_positions: int) -> None:
+        """Before a call that writes up to `num_positions` positions of some rows: clear the rows that begin."""
         for row in rows[past_lengths == 0] if self._num_behind else ():
             behind = slice(self._max_seq_len, self._max_seq_len + self._num_behind)
             for positions in (slice(0, int(self._written[row])), behind):
                 self._pool[:, :, row, :, positions].zero_()
             self._written[row] = 0
-        self._written[rows] = np.maximum(self._written[rows], past_lengths + num_slots)
-        self._num_behind = max(self._num_behind, num_slots)
+        self._written[rows] = np.maximum(self._written[rows], past_lengths + num_positions)
+        self._num_behind = max(self._num_behind, num_positions)
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         """Copy the live positions of a row, all layers in one kernel, on the current stream."""

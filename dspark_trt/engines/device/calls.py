@@ -134,7 +134,7 @@ class _DecodePart:
     shape: GroupShape
     token_ids: Int64  # [T]
     positions: Int64  # [T]
-    slots: Int64  # [T]
+    padded_indices: Int64  # [T]
     group: RowGroup | None
 
     @property
@@ -144,7 +144,7 @@ class _DecodePart:
 
 def _nothing() -> _DecodePart:
     group = row_group(*[np.empty(0, np.int64)] * 3)
-    return _DecodePart(_IDLE, group.slots, group.slots, group.slots, group)
+    return _DecodePart(_IDLE, group.padded_indices, group.padded_indices, group.padded_indices, group)
 
 
 def _decode_part(batch: HostBatch, num_plain: int, gamma: int, limits: EngineLimits) -> _DecodePart:
@@ -158,7 +158,7 @@ def _decode_part(batch: HostBatch, num_plain: int, gamma: int, limits: EngineLim
         return _DecodePart((num_rows, gamma + 1), unknown, unknown, unknown, None)
     shape = num_rows, query_bucket(int(query.max()), gamma)
     group = row_group(rows, past, query, padded_to=shape)
-    return _DecodePart(shape, batch.token_ids[:num_plain], positions(past, query), group.slots, group)
+    return _DecodePart(shape, batch.token_ids[:num_plain], positions(past, query), group.padded_indices, group)
 
 
 def _bucket_call(decode: _DecodePart, limits: EngineLimits) -> TargetCall:
@@ -169,7 +169,7 @@ def _bucket_call(decode: _DecodePart, limits: EngineLimits) -> TargetCall:
         arrays = {
             bindings.TOKEN_IDS: np.concatenate([decode.token_ids, padding]),
             bindings.POSITIONS: np.concatenate([decode.positions, padding]),
-            bindings.OUTPUT_SLOTS: np.concatenate([decode.slots, padding]),
+            bindings.OUTPUT_SLOTS: np.concatenate([decode.padded_indices, padding]),
             **group_arrays(bindings.DECODE, decode.group),
         }
     shape = CallShape(num_tokens, num_tokens, decode.shape)
@@ -188,7 +188,9 @@ def _whole_call(
     arrays = {
         bindings.TOKEN_IDS: np.concatenate([decode.token_ids, token_ids]),
         bindings.POSITIONS: np.concatenate([decode.positions, chunk_positions]),
-        bindings.OUTPUT_SLOTS: np.concatenate([decode.slots, prefill.slots + decode.shape[0] * decode.shape[1]]),
+        bindings.OUTPUT_SLOTS: np.concatenate(
+            [decode.padded_indices, prefill.padded_indices + decode.shape[0] * decode.shape[1]]
+        ),
         bindings.LOGIT_ROWS: logit_rows if len(logit_rows) else np.zeros(1, np.int64),  # engines take no empty tensors
         **group_arrays(bindings.PREFILL, prefill),
     }

@@ -213,9 +213,9 @@ class DeviceDraftEngine:
         inputs = [binding for binding in bindings.draft_inputs(self.dims) if not _is_cache(binding)]
         return Layout(inputs, {"R": num_requests, f"B_{bindings.CONTEXT}": num_rows})
 
-    def _make_ingest_layout(self, num_tokens: int, num_rows: int, num_slots: int) -> Layout:
+    def _make_ingest_layout(self, num_tokens: int, num_rows: int, num_queries: int) -> Layout:
         inputs = [Binding(bindings.POSITIONS, "int64", ("T",)), *bindings.row_group(bindings.CONTEXT)]
-        extents = {"T": num_tokens, f"B_{bindings.CONTEXT}": num_rows, f"S_{bindings.CONTEXT}": num_slots}
+        extents = {"T": num_tokens, f"B_{bindings.CONTEXT}": num_rows, f"S_{bindings.CONTEXT}": num_queries}
         return Layout(inputs, extents)
 
     def _most_input_bytes(self) -> int:

@@ -17,11 +17,11 @@ from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, compile_ke
 from dspark_trt.engines.tensorrt.compiler.memory import check_memory, weight_bytes
 from dspark_trt.engines.tensorrt.compiler.network import check_layers, count_layers, parse_graph
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, Profile, graph_inputs, graph_profiles
-from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor, Progress
+from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor
 from dspark_trt.engines.tensorrt.compiler.targets import CompileTargets, compile_targets
 from dspark_trt.engines.tensorrt.library import LIBRARIES, BuildLog, Library, check_library, import_library
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
-from dspark_trt.log import get_logger
+from dspark_trt.log import Progress, get_logger
 
 __all__ = ["ENGINE_SUFFIX", "TIMING_CACHE", "CompileSettings", "check_library", "compile_graphs"]
 

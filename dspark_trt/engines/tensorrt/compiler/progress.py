@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-Progress = Callable[[float], None]
+from dspark_trt.log import Progress
 
 
 class BuildMonitor:
