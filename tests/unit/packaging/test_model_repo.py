@@ -98,7 +98,7 @@ def test_a_wheel_holds_everything_a_repository_is_written_from(tmp_path: Path) -
     sources.mkdir()
     for name in ("dspark_trt", "plugins", "triton_model_repo"):
         shutil.copytree(SOURCES / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(SOURCES / name, sources)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, sources]
     subprocess.run(command, check=True)
