@@ -1,13 +1,7 @@
 """From a target batch to the calls of the target graph that compute it: shapes and index arrays, on the host.
 
-A step that only decodes is one call of bucket sizes from KV row 0 on, which a CUDA graph can hold. Prefill chunks are
-called as they are; the first run of them together with the tokens that decode, further ones alone
-(`buckets.prefill_runs`).
-
-Padding tokens are token 0 at position 0, and no row points at them. Padding queries repeat their row's last token; rows
-without tokens write behind max_seq_len, where nothing valid can stand (graphs/attention_standard.py). A group without
-tokens stands on a row that has some, and repeats that row's: what a row holds, valid or not, is its own as far as can
-be, since a mask does not hide a NaN.
+The rule of padding: what a row holds, valid or not, is its own, since a mask does not hide a NaN
+(docs/architecture.md).
 
 Shape letters: `R` requests that decode, `G` gamma, `T` packed tokens, `L` logit rows; `B` KV rows and `S` padded query
 length of a row group.

@@ -1,12 +1,7 @@
 """Calls of a session by bucket: the first one eagerly, from the second one on as a CUDA graph.
 
-Everything a runtime enqueues goes to torch's current stream, captured graphs included: target, drafter, selection,
-copies and what the decoding loop does with the outputs are in order without an event. Only a bucket's first call and
-its capture use a stream of their own (a capture must not be on the default stream); the first call waits for the
-current stream and is waited for by it, and the capture executes nothing.
-
-One memory pool serves all graphs: they are replayed one after the other, and what outlives a replay stands in buffers
-that were there before.
+The rule: everything goes to torch's current stream, but for a bucket's first call and its capture
+(docs/architecture.md).
 """
 
 from __future__ import annotations
