@@ -33,7 +33,7 @@ from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch, 
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.reference.on_device import open_device_reference_engines
-from dspark_trt.steptable.profile import draft_call, verification_batch
+from dspark_trt.steptable.profile import verification_batch
 
 QWEN3_06B = DecoderSpec(
     num_layers=28,
@@ -132,7 +132,6 @@ def step_rows(engines: DeviceEngines, requests: tuple[int, ...]) -> list[dict[st
         plain = verification_batch(count, count, gamma, DEPTH, most)
         full = verification_batch(count, count * (1 + gamma), gamma, DEPTH, most)
         half = verification_batch(count, count + count * gamma // 2, gamma, DEPTH, most)
-        draft = draft_call(engines.target, engines.drafter, count, DEPTH)
         block = _block(count, gamma)
         select = SelectBatch(
             num_admitted=count * gamma // 2,
@@ -151,7 +150,7 @@ def step_rows(engines: DeviceEngines, requests: tuple[int, ...]) -> list[dict[st
         calls: dict[str, Callable[[], object]] = {
             "plain_step_ms": lambda plain=plain: engines.target.forward(plain),  # type: ignore[misc]
             "full_verification_ms": lambda full=full: engines.target.forward(full),  # type: ignore[misc]
-            "draft_block_ms": draft,
+            "draft_block_ms": lambda block=block: engines.drafter.draft(block),  # type: ignore[misc]
             "draft_then_verify_ms": apart,
             "fused_step_ms": fused,
         }
