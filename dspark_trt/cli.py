@@ -1,7 +1,7 @@
 """The command line. Each command hands over to one function; only this module prints.
 
-Exit codes: 0 ok, 2 user error, 3 environment missing, 4 a check failed. The file is long because the options of every command,
-which are the public surface, stand in one place.
+Exit codes: 0 ok, 2 user error, 3 environment missing, 4 a check failed. The file is long because the options of every
+command, which are the public surface, stand in one place.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Ctrl-C while native code calls back into Python: an exception in a callback ends the callback, not what it is called from."""
+"""Ctrl-C while native code calls back into Python:
+an exception in a callback ends the callback, not what it is called from."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from types import FrameType
 def deferred_interrupt() -> Iterator[Callable[[], None]]:
     """Within the block SIGINT raises nothing; the yielded function raises the KeyboardInterrupt where it is wanted.
 
-    At the end of the block it is raised in any case, also in place of what the block ends with. Signals reach the main thread
-    only: in another, or where a program handles SIGINT itself, the block changes nothing.
+    At the end of the block it is raised in any case, also in place of what the block ends with. Signals reach the main
+    thread only: in another, or where a program handles SIGINT itself, the block changes nothing.
     """
     is_interrupted = False
 

@@ -1,7 +1,8 @@
 """config.json and generation_config.json: what is read, and what is refused because it would change the mathematics.
 
 These are other people's files: unknown keys are allowed. The keys of `_NEUTRAL_VALUES` stand for features that are not
-implemented; any other value than the listed ones is refused by name, since ignoring it would give wrong output silently.
+implemented; any other value than the listed ones is refused by name, since ignoring it would give wrong output
+silently.
 """
 
 from __future__ import annotations
@@ -160,8 +161,8 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
         if key in neutral and value is not None and value not in neutral[key]:
             expected = " or ".join(map(repr, (*neutral[key], "absent")))
             raise CheckpointError(
-                f"{where}: {key} = {_short(value)} is not implemented (expected {expected}); ignoring it would change the "
-                "output, so use a checkpoint without it"
+                f"{where}: {key} = {_short(value)} is not implemented (expected {expected}); ignoring it would change "
+                "the output, so use a checkpoint without it"
             )
 
 
@@ -232,8 +233,8 @@ def _refuse_sliding_window(config: DecoderConfig, where: str) -> None:
             else f"use_sliding_window, window {config.sliding_window}"
         )
         raise CheckpointError(
-            f"{where}: {found}: a sliding window is not implemented (expected full attention in every layer); ignoring it "
-            "would change the output, so use a checkpoint without it"
+            f"{where}: {found}: a sliding window is not implemented (expected full attention in every layer); "
+            "ignoring it would change the output, so use a checkpoint without it"
         )
 
 

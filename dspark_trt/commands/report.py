@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dspark_trt.commands.doctor import Finding
-from dspark_trt.engines.tensorrt.facts import ENGINE_SUFFIX
+from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX
 
 TABLE_WIDTH = 120  # characters; a narrower terminal wraps the lines and loses no digit
 MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]optional[/]"}
@@ -33,7 +33,8 @@ def print_build(description: dict[str, Any], console: Console) -> None:
         "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {list(drafter['target_layer_ids'])}",
         "engine": _engine(description),
         "numerics": description["numerics"],
-        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, {recipe['max_batch_tokens']} tokens a step",
+        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, "
+        f"{recipe['max_batch_tokens']} tokens a step",
         "calibration": description["calibration"]["kind"],
     }
     table = Table(box=None, show_header=False, pad_edge=False)

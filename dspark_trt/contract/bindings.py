@@ -4,8 +4,8 @@ Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` v
 `K` KV heads, `C` row capacity, `H` head dim; `B` KV rows and `S` padded query length of one row group.
 
 A *row group* is one attention call: a contiguous range of B KV rows with their queries padded to S. The target has two,
-`decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row without
-tokens, B = S = 1.
+`decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row
+without tokens, B = S = 1.
 `float` is the element type of the graph (`dims`): float32, float16 or bfloat16.
 Caches are bound as that range of the pool, and every cache output is the same memory as its input.
 
@@ -37,7 +37,7 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | draft_logits | float32 [R, G, W] |
 | | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
 | all | {cache}.out | the cache of that name, written in place |
-| select | | inputs and outputs of `dspark::PrefixSelect` in `lagged_budget`, by their names (plugins/prefix_select/README.md) |
+| select | | inputs and outputs of `dspark::PrefixSelect` in `lagged_budget`, by their names (see its README) |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 """
 
@@ -47,10 +47,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dspark_trt_plugins.operation import Tensor
-from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
 
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.forms import select_form
 
 TARGET_GRAPH = "target.onnx"
 INGEST_GRAPH = "drafter_ingest.onnx"
@@ -210,11 +210,6 @@ def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
         *cache_outputs(CONTEXT, dims),
         *block,
     )
-
-
-def select_form(dims: DrafterDims) -> PrefixSelectForm:
-    """The selection that runs between draft and verification on a device, where K is known beforehand."""
-    return PrefixSelectForm(dims.gamma, "lagged_budget")
 
 
 def select_inputs(dims: DrafterDims) -> tuple[Binding, ...]:

@@ -19,8 +19,8 @@ FloatType = Literal["float32", "float16", "bfloat16"]  # of weights, hidden stat
 
 METADATA_KEY = "dspark_dims"  # of the graph's metadata_props
 SCHEMA_VERSION = 1
-# Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where TensorRT
-# takes an address, at multiples of 256 bytes.
+# Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where
+# TensorRT takes an address, at multiples of 256 bytes.
 TILE_POSITIONS = 64
 
 

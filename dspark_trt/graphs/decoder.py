@@ -1,4 +1,5 @@
-"""What target and drafter share: Linear layers, norms, and the parts of a decoder layer. Llama and Qwen3 dense families.
+"""What target and drafter share: Linear layers, norms, and the parts of a decoder layer.
+Llama and Qwen3 dense families.
 
 Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head dim.
 """
@@ -114,7 +115,8 @@ class DecoderParts:
             return self._builder.op("Add", x, mlp)
 
     def norm(self, x: str, module: str, *, source: FloatType | None = None) -> str:
-        """RMS norm over the last dimension, computed in float32, of `x` in the nominal type `source` (None: the model's)."""
+        """RMS norm over the last dimension, computed in float32, of `x` in the nominal type `source` (None:
+        the model's)."""
         numbers = self._numbers
         weight = self._builder.initializer(self._source.tensor(f"{module}.weight", "float32"))
         wide = numbers.cast(self._builder, x, source or numbers.model, "float32")

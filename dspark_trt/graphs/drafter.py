@@ -1,7 +1,7 @@
 """The two drafter graphs: `ingest` brings taps into the context caches, `draft` makes one block per request.
 
-Source: paper section 3.1, eq. 2-7. Shape letters: `R` requests, `G` gamma, `T` context tokens, `V` vocabulary, `D` hidden,
-`M` tap layers.
+Source: paper section 3.1, eq. 2-7. Shape letters: `R` requests, `G` gamma, `T` context tokens, `V` vocabulary, `D`
+hidden, `M` tap layers.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 from dspark_trt_plugins.markov_head.form import W1, W2
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, WeightStore
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, DrafterDims, drafter_dims, to_metadata
 from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm, slot_counts
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
@@ -44,10 +44,10 @@ def write_drafter_graphs(
     """Write drafter_ingest.onnx and the draft graphs with their weights into `folder`, where target.onnx already is.
 
     Engines that can draft fewer slots than gamma, those of `drafter` attention, get a draft graph for each count.
-    An embedding or head that the drafter does not own is the target's, in the target's file, unless it is needed in another
-    form. `twin`: as for the target, whose graph has to be a twin too.
-    Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not fit the
-    precision, or a weight exceeds float16.
+    An embedding or head that the drafter does not own is the target's, in the target's file, unless it is needed in
+    another form. `twin`: as for the target, whose graph has to be a twin too.
+    Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not
+    fit the precision, or a weight exceeds float16.
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from dspark_trt_plugins.markov_head.form import W2, MarkovHeadForm
+from dspark_trt_plugins.markov_head.form import W2
 from dspark_trt_plugins.markov_head.function_body import markov_head_function, markov_head_node
 from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.spec import DrafterSpec
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import FloatType
+from dspark_trt.contract.forms import markov_head_form
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.numbers import Numbers
@@ -30,12 +30,12 @@ def emit_markov_head(
 ) -> None:
     """base_logits [R, n, W] and hidden [R, n, D], of the model's type, -> draft_ids, draft_logits, confidence_logits.
 
-    The operation counts in ids of the draft vocabulary [W]; W1 begins with their rows, so that they are looked up as they are,
-    and every target id's row stands behind them, for the anchor. Drafts are target ids again at the end.
+    The operation counts in ids of the draft vocabulary [W]; W1 begins with their rows, so that they are looked up as
+    they are, and every target id's row stands behind them, for the anchor. Drafts are target ids again at the end.
 
-    W2 is read once a slot. ONNX Runtime would pack it once for each of the G nodes that read it, G copies in memory; as an
-    initializer that can be overridden it stays memory-mapped, which is faster for one request and slower for eight or more.
-    In 16 bits it is a constant like any other: TensorRT would take it for an input.
+    W2 is read once a slot. ONNX Runtime would pack it once for each of the G nodes that read it, G copies in memory; as
+    an initializer that can be overridden it stays memory-mapped, which is faster for one request and slower for eight
+    or more. In 16 bits it is a constant like any other: TensorRT would take it for an input.
     Raises ExportError when there are not more than `top_n` logits.
     """
     element_type = numbers.written(numbers.model)
@@ -62,7 +62,7 @@ def emit_markov_head(
 
 
 def _emit_margin(builder: GraphBuilder) -> None:
-    """Largest minus second largest draft logit of each slot, [R, n]: what a drafter without confidence head knows of its odds."""
+    """Largest minus second largest draft logit of each slot, [R, n]: what a drafter without a head knows of its odds."""
     values, _ = builder.multi_op("TopK", bindings.DRAFT_LOGITS, builder.vector(2), outputs=(None, None), axis=-1)
     largest = builder.op("Gather", values, builder.scalar(0), axis=2)
     builder.op(
@@ -74,33 +74,6 @@ def check_top_n(vocab_size: int, top_n: int) -> None:
     """Raises ExportError when there are not more than `top_n` logits."""
     if top_n >= vocab_size:
         raise ExportError(
-            f"markov_top_n: expected less than the drafter's vocabulary of {vocab_size}, found {top_n}; leave "
-            "--markov-top-n out to draw from all of it"
+            f"markov_top_n: expected less than the drafter's vocabulary of {vocab_size}, found {top_n}; "
+            "leave --markov-top-n out to draw from all of it"
         )
-
-
-def markov_head_form(
-    spec: DrafterSpec,
-    element_type: FloatType,
-    top_n: int = 0,
-    *,
-    num_slots: int | None = None,
-    vocab_size: int | None = None,
-) -> MarkovHeadForm:
-    """The form with weights, hidden states and base logits of one type; `top_n` 0 draws from the whole vocabulary.
-
-    num_slots and vocab_size are the drafter's own where they are not given.
-    """
-    return MarkovHeadForm(
-        gamma=num_slots or spec.gamma,
-        vocab_size=vocab_size or spec.decoder.vocab_size,
-        hidden_size=spec.decoder.hidden_size,
-        markov_rank=spec.markov_rank,
-        head_type=spec.markov_head_type,
-        has_confidence_head=spec.has_confidence_head,
-        has_confidence_bias=spec.has_confidence_bias,
-        is_confidence_with_markov=spec.is_confidence_with_markov,
-        top_n=top_n,
-        weight_type=element_type,
-        logits_type=element_type,
-    )

@@ -1,12 +1,13 @@
 """Block quantisation of Linear weights for `com.microsoft.MatMulNBits` (opt-in precisions int8 and int4).
 
-A row of a weight [out, in] is cut into blocks of 32 along `in`; each block has one float32 scale and integers around a zero
-point of 2^(bits-1). Activations are quantised to eight bits per block while the graph runs (accuracy level 4).
+A row of a weight [out, in] is cut into blocks of 32 along `in`; each block has one float32 scale and integers around a
+zero point of 2^(bits-1). Activations are quantised to eight bits per block while the graph runs (accuracy level 4).
 
-What is quantised: the Linear layers of the decoder stack. `int8`: all in eight bits. `int4`: the target's layers in four
-bits, the output head and the drafter in eight, because a wrong logit costs more than the bytes saved and a drafter pays for
-coarse weights with acceptance. What never is: the embedding (a step reads a few of its rows), norms, biases, the drafter's
-`fc` (raw residual streams have outliers that eight-bit activations cannot hold), Markov head and confidence head.
+What is quantised: the Linear layers of the decoder stack. `int8`: all in eight bits. `int4`: the target's layers in
+four bits, the output head and the drafter in eight, because a wrong logit costs more than the bytes saved and a drafter
+pays for coarse weights with acceptance. What never is: the embedding (a step reads a few of its rows), norms, biases,
+the drafter's `fc` (raw residual streams have outliers that eight-bit activations cannot hold), Markov head and
+confidence head.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.contract.drafter_form import DrafterPrecision
+from dspark_trt.contract.precision import Precision
 
 BLOCK_SIZE = 32
 ACCURACY_LEVEL = 4  # int8 activations
@@ -60,8 +61,8 @@ def block_names(name: str, bits: int) -> tuple[str, str]:
 def quantize_blocks(weight: NDArray[np.generic], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Quantise a weight [out, in].
 
-    Returns blocks [out, num_blocks, BLOCK_SIZE * bits / 8] uint8 (four bits: two values a byte, the first in the low half)
-    and scales [out, num_blocks] float32. The last block is padded with zeros.
+    Returns blocks [out, num_blocks, BLOCK_SIZE * bits / 8] uint8 (four bits: two values a byte, the first in the low
+    half) and scales [out, num_blocks] float32. The last block is padded with zeros.
     """
     rows, columns = weight.shape
     num_blocks = -(-columns // BLOCK_SIZE)
@@ -76,7 +77,8 @@ def quantize_blocks(weight: NDArray[np.generic], bits: int) -> tuple[NDArray[np.
 
 
 def _quantize(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """The element of the largest magnitude becomes the integer -2^(bits-1), the end of the range that has one more step."""
+    """The element of the largest magnitude becomes the integer -2^(bits-1),
+    the end of the range that has one more step."""
     zero_point = 1 << (bits - 1)
     at = np.abs(values).argmax(axis=-1, keepdims=True)
     scales = np.take_along_axis(values, at, axis=-1) / np.float32(-zero_point)
@@ -95,8 +97,8 @@ def row_names(name: str) -> tuple[str, str]:
 def quantize_rows(weight: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Eight bits and one scale for each output of a weight [out, in], for `MatMulIntegerToFloat`.
 
-    Returns integers [in, out] within +-127 and scales [out]. Activations are quantised by rows while the graph runs, so that a
-    row of the product depends on that row alone, bit for bit: integer sums are exact in any order.
+    Returns integers [in, out] within +-127 and scales [out]. Activations are quantised by rows while the graph runs, so
+    that a row of the product depends on that row alone, bit for bit: integer sums are exact in any order.
     """
     rows, columns = weight.shape
     integers = np.empty((columns, rows), np.int8)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, TargetDims, target_dims, to_metadata
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention import causal_attention, usable_form

@@ -1,10 +1,11 @@
 """Weights of a graph folder: by hard link to the checkpoint's own file where that is possible, else written once.
 
-ONNX keeps a large weight outside the graph as (file name, offset, length), relative to the graph's folder. A matrix of a
-safetensors (or GGUF) file that has the graph's element type is already in the wanted form, Linear layout [out, in] included, so
-the folder gets a hard link to that file and no copy. A link survives renaming the folder and works for the symlinks of a hub cache, which ONNX
-Runtime would refuse. Where no link can be made (another file system) and for other element types, the matrix is written
-into a file of our own, chunk by chunk, so that memory never holds the weights twice. Vectors stay in the graph file.
+ONNX keeps a large weight outside the graph as (file name, offset, length), relative to the graph's folder. A matrix of
+a safetensors (or GGUF) file that has the graph's element type is already in the wanted form, Linear layout [out, in]
+included, so the folder gets a hard link to that file and no copy. A link survives renaming the folder and works for the
+symlinks of a hub cache, which ONNX Runtime would refuse. Where no link can be made (another file system) and for other
+element types, the matrix is written into a file of our own, chunk by chunk, so that memory never holds the weights
+twice. Vectors stay in the graph file.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class SelectedRows:
 
 
 class WeightFolder:
-    """The weight files of one checkpoint in one graph folder. Close it (or leave `with`) before the graphs are opened."""
+    """The weight files of one checkpoint in one graph folder.
+    Close it (or leave `with`) before the graphs are opened."""
 
     def __init__(self, folder: Path, prefix: str, store: WeightStore) -> None:
         self._folder = folder

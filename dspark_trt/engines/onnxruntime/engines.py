@@ -77,7 +77,7 @@ class OnnxRuntimeTargetEngine:
             bindings.TOKEN_IDS: token_ids,
             bindings.POSITIONS: positions(past, query),
             bindings.LOGIT_ROWS: logit_rows,
-            bindings.OUTPUT_SLOTS: np.concatenate([decode.slots, prefill.slots + decode.tokens.size]),
+            bindings.OUTPUT_SLOTS: np.concatenate([decode.padded_indices, prefill.padded_indices + decode.tokens.size]),
         }
         groups = dict(zip(bindings.TARGET_GROUPS, (decode, prefill), strict=True))
         for name, group in groups.items():

@@ -11,8 +11,8 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.contract import bindings
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.quantize import BLOCK_SIZE, quantisation, quantize_blocks
 from tests.engine.test_onnxruntime_drafter import Contexts
@@ -62,8 +62,8 @@ def write_rounded(source: Path, folder: Path, precision: Precision) -> Path:
 def test_a_quantised_target_computes_with_the_rounded_weights(
     precision: Precision, mean_of_weights: float, tmp_path: Path
 ) -> None:
-    """Logits have a standard deviation of about 3. Against the rounded weights only eight-bit activations remain; bounds are
-    twice what was seen."""
+    """Logits have a standard deviation of about 3. Against the rounded weights only eight-bit activations remain;
+    bounds are twice what was seen."""
     source = write_target(tmp_path / "target", hidden=128, intermediate=256, heads=4, biases=True)
     rounded = open_target(write_rounded(source, tmp_path / "rounded", precision), tmp_path / "graphs", limits=LIMITS)
     exact = open_target(source, tmp_path / "fp32", limits=LIMITS)

@@ -11,10 +11,10 @@ import numpy as np
 import onnx
 import pytest
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeTargetEngine
 from dspark_trt.errors import ExportError
