@@ -1,6 +1,6 @@
 """Writes docs/command_line.md: the help of every command as it is printed, and a transcript that was recorded.
 
-    python build_scripts/command_line_page.py          # rewrites the help; the transcript stays
+python build_scripts/command_line_page.py          # rewrites the help; the transcript stays
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A finished build directory, opened: engines, step table, temperatures and text codec, ready to make a decoding loop."""
+"""A finished build directory, opened: engines, step table, temperatures and text codec,
+ready to make a decoding loop."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Deployment:
         drafter: DraftEngine | None = None,
         on_verified: OnVerified | None = None,
     ) -> DecodingLoop:
-        """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace), which then see every call."""
+        """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace),
+        which then see every call."""
         is_wrapped = target is not None or drafter is not None
         return DecodingLoop(
             target=target or self.target,
@@ -59,16 +61,18 @@ class Deployment:
         )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """What was given, over the checkpoint's generation_config.json, over the runtime's defaults; None: not given."""
+        """What was given, over the checkpoint's generation_config.json, over the runtime's defaults;
+        None: not given."""
         defaults = asdict(self.target_spec.generation_defaults)
         return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
 
 
 def load_deployment(folder: Path) -> Deployment:
-    """Open the build in `folder` after checking its chain (sizes and times, not bytes) and that its engines are for this machine.
+    """Open the build in `folder` after checking its chain (sizes and times, not bytes)
+    and that its engines are for this machine.
 
-    Raises ManifestError when the build is unfinished, edited or mixed from several builds; EnvironmentMissingError when the
-    engine's package or GPU is missing; EngineBuildError when an engine cannot be opened.
+    Raises ManifestError when the build is unfinished, edited or mixed from several builds; EnvironmentMissingError when
+    the engine's package or GPU is missing; EngineBuildError when an engine cannot be opened.
     """
     summary, stages = read_finished(folder)
     check_device(folder)  # before the files of an engine of many gigabytes are looked at

@@ -68,7 +68,8 @@ class TextCodec:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the highest id that stands for text. The model's own vocabulary may be larger (padding rows)."""
+        """One more than the highest id that stands for text.
+        The model's own vocabulary may be larger (padding rows)."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
@@ -76,7 +77,8 @@ class TextCodec:
         return self._ids(text, add_special_tokens=True)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Every token sequence that a word can begin as: at the start of a text, and behind a space; without duplicates.
+        """Every token sequence that a word can begin as:
+        at the start of a text, and behind a space; without duplicates.
 
         An empty word is none.
         """
@@ -93,7 +95,8 @@ class TextCodec:
     def render_chat(self, messages: Sequence[Message], /, **kwargs: Any) -> str:
         """Messages ({"role": ..., "content": ...}) as the text that the model was trained on.
 
-        `kwargs` go to the template and override the stored ones; `add_generation_prompt` is true unless they say otherwise.
+        `kwargs` go to the template and override the stored ones; `add_generation_prompt` is true unless they say
+        otherwise.
         Raises RequestError when there is no template, or when the template refuses the messages.
         """
         if self._template is None:
@@ -126,7 +129,8 @@ class TextCodec:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks assistant text for training masks in some templates; here it renders what it encloses."""
+    """`{% generation %}` marks assistant text for training masks in some templates;
+    here it renders what it encloses."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 

@@ -1,4 +1,5 @@
-"""Which backend builds, in which precision and for which GPUs; and whether this machine can do it, before the first stage.
+"""Which backend builds, in which precision and for which GPUs;
+and whether this machine can do it, before the first stage.
 
 `auto` takes the best that is there: `tensorrt`, `tensorrt_rtx`, else `onnxruntime`.
 """
@@ -9,7 +10,8 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dspark_trt.building.recipe import Backend, BuildRecipe, Precision
+from dspark_trt.building.recipe import Backend, BuildRecipe
+from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.tensorrt.library import Library, check_library, check_sms
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
 from dspark_trt.log import get_logger
@@ -76,8 +78,8 @@ def _best(recipe: BuildRecipe) -> tuple[Backend, str]:
     found = ". ".join(reasons)
     if recipe.precision is not None:
         raise EnvironmentMissingError(
-            f"precision {recipe.precision} is for the backends tensorrt and tensorrt_rtx, and this machine can use neither ({found}); "
-            f"leave --precision out to build for its CPU, or name the backend: {_AHEAD_OF_TIME}"
+            f"precision {recipe.precision} is for the backends tensorrt and tensorrt_rtx, and this machine can use "
+            f"neither ({found}); leave --precision out to build for its CPU, or name the backend: {_AHEAD_OF_TIME}"
         )
     is_unused = isinstance(gpu, Gpu) or gpu.has_driver
     fix = f"; a GPU stays unused: {gpu.fix}" if is_unused and isinstance(gpu, NoGpu) else ""
@@ -94,13 +96,13 @@ def _check_combination(recipe: BuildRecipe, backend: Backend) -> None:
             else ("its attention kernels are of 16 bits, and it quantises nothing", "use --backend onnxruntime")
         )
         raise RecipeError(
-            f"precision: backend {backend} expects {' or '.join(known)}, found {recipe.precision}: {why}; {instead}, or leave "
-            f"--precision out for {known[0]}"
+            f"precision: backend {backend} expects {' or '.join(known)}, found {recipe.precision}: {why}; {instead}, "
+            f"or leave --precision out for {known[0]}"
         )
     if recipe.compute_capabilities and backend != "tensorrt_rtx":
         raise RecipeError(
-            f"compute_capabilities: found {list(recipe.compute_capabilities)} with backend {backend}, which builds for the "
-            "machine it runs on; leave --compute-capability out, or use --backend tensorrt_rtx"
+            f"compute_capabilities: found {list(recipe.compute_capabilities)} with backend {backend}, which builds "
+            "for the machine it runs on; leave --compute-capability out, or use --backend tensorrt_rtx"
         )
     if recipe.num_threads is not None and backend != "onnxruntime":
         raise RecipeError(
@@ -120,7 +122,8 @@ def _check_sms_asked_for(sms: tuple[int, ...], library: Library) -> None:
 def _lacks(library: Library, gpu: Gpu | NoGpu, sms: tuple[int, ...]) -> Iterator[str]:
     """What is missing here for building engines for `sms`, each with what to do about it.
 
-    Engines for other GPUs than the one here are compiled only: the device runtime is needed where they are timed and run.
+    Engines for other GPUs than the one here are compiled only: the device runtime is needed where they are timed and
+    run.
     """
     if not sms and isinstance(gpu, NoGpu):
         yield f"{gpu}, and engines are compiled and timed on the GPU that serves: {gpu.fix}; {_WITHOUT_GPU}"

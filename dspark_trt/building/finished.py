@@ -28,16 +28,16 @@ from dspark_trt.steptable.table import StepTable
 def read_finished(build: Path) -> tuple[BuildSummary, dict[str, StageManifest]]:
     """The summary and the manifest of every stage, chain checked; no output is looked at.
 
-    Raises ManifestError when the build is unfinished, and says what is there and for which device; when it was edited or is mixed
-    from several builds.
+    Raises ManifestError when the build is unfinished, and says what is there and for which device; when it was edited
+    or is mixed from several builds.
     """
     if not (build / MANIFEST_NAME).exists() and (made := _made(build)):
         settings = _engines_made(build, made)
         device = f" (for {settings.device})" if settings else ""
         where = "" if settings is None or settings.backend == "onnxruntime" else " on the machine that will serve"
         raise ManifestError(
-            f"{build} is not a finished build: expected {', '.join(STAGE_NAMES)}, found {', '.join(made)}{device}; run the same "
-            f"`dspark-trt build` again{where}, which keeps what is there"
+            f"{build} is not a finished build: expected {', '.join(STAGE_NAMES)}, found {', '.join(made)}{device}; "
+            f"run the same `dspark-trt build` again{where}, which keeps what is there"
         )
     summary = read_summary(build)
     stages = {name: read_manifest(build / name) for name in summary.stages}

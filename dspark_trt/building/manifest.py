@@ -1,19 +1,16 @@
 """Versioned manifests with a sha256 chain: every stage of a build says what it was made from and what it wrote.
 
-A stage is a folder of the build directory with a `manifest.json`. Its `key` is the sha256 of everything that decides its
-content: settings, sha256 of its input files, keys of the stages before it, and the schema version. A stage whose recorded
-key is the wanted one, and whose files are unchanged, is skipped. "Unchanged" is decided by size, modification time and
-inode; where those differ (a copied or moved directory), or under `verify`, the bytes are hashed again.
+A stage is a folder of the build directory with a `manifest.json`. Its `key` is the sha256 of everything that decides
+its content: settings, sha256 of its input files, keys of the stages before it, and the schema version. A stage whose
+recorded key is the wanted one, and whose files are unchanged, is skipped. "Unchanged" is decided by size, modification
+time and inode; where those differ (a copied or moved directory), or under `verify`, the bytes are hashed again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -176,8 +173,9 @@ def check_chain(build: Path, summary: BuildSummary, stages: Mapping[str, StageMa
         for said_by, key in links.items():
             if key != manifest.key:
                 raise ManifestError(
-                    f"{build / name}: key {manifest.key[:16]}… does not match {key[:16]}… of {said_by}: the stage comes from "
-                    "another build or was edited, or a build was not finished here; run `dspark-trt build` again"
+                    f"{build / name}: key {manifest.key[:16]}… does not match {key[:16]}… of {said_by}: the stage "
+                    "comes from another build or was edited, or a build was not finished here; run `dspark-trt build` "
+                    "again"
                 )
 
 
@@ -214,42 +212,6 @@ def check_outputs(folder: Path, manifest: StageManifest, *, verify: bool = False
                 f"{path} was changed: expected sha256 {record.sha256[:16]}…, found {found[:16]}…; "
                 f"remove {folder} and run `dspark-trt build` again"
             )
-
-
-@contextmanager
-def replace_folder(destination: Path) -> Iterator[Path]:
-    """A scratch folder beside `destination` that takes its place when the block ends well and vanishes when it does not."""
-    scratch = _scratch(destination)
-    remove_partial(destination)
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-        if destination.exists():
-            destination.rename(_retired(destination))
-        scratch.rename(destination)
-    finally:
-        remove_partial(destination)
-
-
-def remove_partial(destination: Path) -> None:
-    """Clear what an interrupted run left behind."""
-    for folder in (_scratch(destination), _retired(destination)):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _scratch(destination: Path) -> Path:
-    return destination.with_name(f".{destination.name}.partial")
-
-
-def _retired(destination: Path) -> Path:
-    """Where the old folder waits for its removal, so that no folder under its own name is ever half removed."""
-    return destination.with_name(f".{destination.name}.old.partial")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.partial")
-    scratch.write_text(text)
-    os.replace(scratch, path)
 
 
 def now() -> str:

@@ -12,13 +12,14 @@ from dspark_trt.building.backends import choose_backend
 from dspark_trt.building.context import DEFAULT_MAX_SEQ_LEN
 from dspark_trt.building.limits import check_recipe, check_scheduler
 from dspark_trt.building.manifest import STAGE_NAMES
-from dspark_trt.building.recipe import BuildRecipe, Precision
+from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.drafter import read_drafter_spec
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
 from dspark_trt.checkpoints.locate import locate_here
 from dspark_trt.checkpoints.pairing import check_specs
 from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.target import read_target_spec
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import CapacityError
 from dspark_trt.graphs.files import check_limits
@@ -101,7 +102,7 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
     limits = EngineLimits(recipe.max_slots, max_seq_len, recipe.max_batch_tokens)
     check_limits(limits, target.decoder, gamma=drafter.gamma, what="target")
     check_limits(limits, drafter.decoder, gamma=drafter.gamma, what="drafter")
-    check_top_n(drafter, recipe.markov_top_n or 0)
+    check_top_n(drafter.decoder.vocab_size, recipe.markov_top_n or 0)
     plan = _sized(recipe, choice.reason, target, drafter, output, limits)
     _check_memory(plan)
     _check_disk(plan)

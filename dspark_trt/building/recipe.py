@@ -13,11 +13,11 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from dspark_trt.building.option import Option, abridged
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
-Precision = Literal["fp32", "int8", "int4", "bf16", "fp16"]
 DrafterPrecision = Literal["fp32", "int8"]
 
 

@@ -14,6 +14,7 @@ from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
+from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.engines.open import open_engines
 from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
@@ -22,13 +23,12 @@ from dspark_trt.graphs.files import check_limits
 from dspark_trt.graphs.heads import check_top_n
 from dspark_trt.graphs.select import write_select_graph
 from dspark_trt.graphs.target import write_target_graph
+from dspark_trt.log import Progress
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
 from dspark_trt.packaging.model_repo import write_model_repo
 from dspark_trt.steptable.profile import profile
-
-StageProgress = Callable[[float], None]
 
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
 NUM_WARM_UPS_ON_A_DEVICE = 3
@@ -45,7 +45,7 @@ class Stage:
     predecessors: tuple[str, ...]
     packages: Callable[[Context], tuple[str, ...]]  # whose code decides what is written; other code: made again
     settings: Callable[[Context], dict[str, Any]]
-    make: Callable[[Context, Path, StageProgress], None]
+    make: Callable[[Context, Path, Progress], None]
     inputs: Callable[[Context], list[Path]] = lambda context: []
 
 
@@ -59,7 +59,7 @@ def _checkpoint_inputs(context: Context) -> list[Path]:
     return [*target, *source_files(locate(recipe.drafter, recipe.drafter_revision))]
 
 
-def _make_checkpoints(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_checkpoints(context: Context, folder: Path, progress: Progress) -> None:
     recipe = context.recipe
     _write_json(folder / "target.json", spec_to_json(context.target.spec))
     _write_json(folder / "drafter.json", spec_to_json(context.drafter.spec))
@@ -75,12 +75,12 @@ def _make_checkpoints(context: Context, folder: Path, progress: StageProgress) -
     )
 
 
-def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
     target, drafter, precision = context.target, context.drafter, context.precision
     limits, is_on_device = context.limits, context.is_on_device
     # what does not fit the drafter is said before the target's weights are written
     check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
-    check_top_n(drafter.spec, context.recipe.markov_top_n or 0)
+    check_top_n(drafter.spec.decoder.vocab_size, context.recipe.markov_top_n or 0)
     write_target_graph(
         target,
         folder,
@@ -98,13 +98,13 @@ def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> Non
         limits=limits,
         precision=precision,
         attention="standard" if is_on_device else "drafter",
-        markov_top_n=context.recipe.markov_top_n or 0,
+        form=DrafterForm(markov_top_n=context.recipe.markov_top_n or 0),
     )
     if is_on_device:
         write_select_graph(drafter.spec, folder, limits=limits, precision=precision)
 
 
-def _make_engines(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_engines(context: Context, folder: Path, progress: Progress) -> None:
     """ONNX Runtime compiles when a session opens: of it, what is kept is how to open it."""
     settings = context.engine_settings
     if settings.backend != "onnxruntime":
@@ -125,7 +125,7 @@ def _make_engines(context: Context, folder: Path, progress: StageProgress) -> No
     _write_json(folder / ENGINE_FILE, settings.model_dump())
 
 
-def _make_steptable(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
     _check_can_measure(context)
     engines = open_engines(context.output)
     table = profile(
@@ -146,8 +146,9 @@ def _check_can_measure(context: Context) -> None:
     if settings.backend == "onnxruntime" or (isinstance(gpu, Gpu) and settings.is_for(gpu)):
         return
     raise EnvironmentMissingError(
-        f"{context.output} has checkpoints, graphs and engines for {settings.device} now; the step table is measured on the GPU "
-        f"that serves, and here is {gpu}. Run the same command there, on this directory or a copy of it: what is there is kept"
+        f"{context.output} has checkpoints, graphs and engines for {settings.device} now; the step table is measured "
+        f"on the GPU that serves, and here is {gpu}. Run the same command there, on this directory or a copy of it: "
+        "what is there is kept"
     )
 
 
@@ -159,12 +160,12 @@ def _measured_on(context: Context) -> dict[str, Any]:
     return here
 
 
-def _make_calibration(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_calibration(context: Context, folder: Path, progress: Progress) -> None:
     gamma = context.drafter.spec.gamma
     _write_json(folder / "temperatures.json", {"kind": "neutral", "temperatures": [1.0] * gamma})
 
 
-def _make_model_repo(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_model_repo(context: Context, folder: Path, progress: Progress) -> None:
     write_model_repo(
         context.output,
         folder,
@@ -206,7 +207,8 @@ STAGES = (
     Stage(
         name="engines",
         predecessors=("graphs",),
-        # an engine takes long to compile, so code that only runs it does not count; kernels of the plugins are a part of it
+        # an engine takes long to compile, so code that only runs it does not count; kernels of the plugins are a part
+        # of it
         packages=lambda context: (
             ("dspark_trt.engines.tensorrt.compiler", "dspark_trt_plugins") if context.is_on_device else ()
         ),

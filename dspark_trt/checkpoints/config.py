@@ -1,7 +1,8 @@
 """config.json and generation_config.json: what is read, and what is refused because it would change the mathematics.
 
 These are other people's files: unknown keys are allowed. The keys of `_NEUTRAL_VALUES` stand for features that are not
-implemented; any other value than the listed ones is refused by name, since ignoring it would give wrong output silently.
+implemented; any other value than the listed ones is refused by name, since ignoring it would give wrong output
+silently.
 """
 
 from __future__ import annotations
@@ -163,8 +164,8 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
             accepted = ", ".join(map(repr, neutral[key]))
             expected = f"{accepted} or no such key" if accepted else "no such key"
             raise CheckpointError(
-                f"{where}: {key} = {_short(value)} is not implemented (expected {expected}); ignoring it would change the "
-                "output, so use a checkpoint without it"
+                f"{where}: {key} = {_short(value)} is not implemented (expected {expected}); ignoring it would change "
+                "the output, so use a checkpoint without it"
             )
 
 
@@ -241,8 +242,8 @@ def _refuse_sliding_window(config: DecoderConfig, where: str) -> None:
             else f"use_sliding_window, window {config.sliding_window}"
         )
         raise CheckpointError(
-            f"{where}: {found}: a sliding window is not implemented (expected full attention in every layer); ignoring it "
-            "would change the output, so use a checkpoint without it"
+            f"{where}: {found}: a sliding window is not implemented (expected full attention in every layer); "
+            "ignoring it would change the output, so use a checkpoint without it"
         )
 
 

@@ -43,7 +43,8 @@ class DrafterConfig(DecoderConfig):
 
 
 def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = None) -> DrafterCheckpoint:
-    """Read the drafter at `source` (a folder or a hub id). Whether it belongs to `target` is for `check_pairing` to say.
+    """Read the drafter at `source` (a folder or a hub id).
+    Whether it belongs to `target` is for `check_pairing` to say.
 
     An embedding or head that equals the target's is left out of the weights, so that the target's is used.
     Raises CheckpointError when it cannot be read, is in another format, or when configuration and tensors disagree;
@@ -99,8 +100,8 @@ def _taps(config: DrafterConfig, where: str) -> tuple[int, ...]:
     taps = tuple(config.target_layer_ids)
     if list(taps) != sorted(set(taps)):
         raise CheckpointError(
-            f"{where}: target_layer_ids {list(taps)} are not strictly increasing; the columns of fc follow their order, so "
-            "they must be written as trained"
+            f"{where}: target_layer_ids {list(taps)} are not strictly increasing; the columns of fc follow their "
+            "order, so they must be written as trained"
         )
     return taps
 
@@ -149,8 +150,8 @@ def _is_with_markov(config: DrafterConfig, rank: int, weights: SafetensorsStore,
     stated = config.confidence_head_with_markov
     if stated and not rank:
         raise CheckpointError(
-            f"{where}: confidence_head_with_markov is true, but markov_rank is {config.markov_rank}: there is no Markov "
-            "embedding to read; correct one of them"
+            f"{where}: confidence_head_with_markov is true, but markov_rank is {config.markov_rank}: there is no "
+            "Markov embedding to read; correct one of them"
         )
     return (
         weights.info(_CONFIDENCE).shape[-1] == config.hidden_size + rank > config.hidden_size
@@ -171,7 +172,8 @@ def _agrees(is_configured: bool, is_present: bool, key: str, tensor: str, where:
 def _refuse_ambiguous_head(weights: SafetensorsStore, target: TargetCheckpoint, where: str) -> None:
     """Tied, with an embedding and no head: the head would be the drafter's embedding, or the target's head.
 
-    DeepSpec writes tie_word_embeddings false; a copied configuration may still say true. Harmless unless the two differ.
+    DeepSpec writes tie_word_embeddings false; a copied configuration may still say true. Harmless unless the two
+    differ.
     """
     if EMBEDDING not in weights.names() or HEAD in weights.names():
         return
@@ -179,8 +181,8 @@ def _refuse_ambiguous_head(weights: SafetensorsStore, target: TargetCheckpoint, 
     if not is_equal(weights.array(EMBEDDING), target_head):
         raise CheckpointError(
             f"{where}: tie_word_embeddings is true and the file has {EMBEDDING}, but no {HEAD}: the head could be this "
-            "embedding or the target's head, which differ. Set tie_word_embeddings to false to use the target's, or store "
-            f"{HEAD}"
+            "embedding or the target's head, which differ. Set tie_word_embeddings to false to use the target's, or "
+            f"store {HEAD}"
         )
 
 

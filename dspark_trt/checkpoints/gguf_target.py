@@ -115,8 +115,8 @@ def _hyperparameters(reader: Any, family: str, path: Path) -> Getter:
         neutral = _NEUTRAL_VALUES.get(key)
         if (neutral is not None and value != neutral) or (neutral is None and key not in _KNOWN_KEYS):
             raise CheckpointError(
-                f"{path}: metadata {family}.{key} = {value!r} is not implemented; ignoring it would change the output, so "
-                "use the model's Hugging Face checkpoint or another model"
+                f"{path}: metadata {family}.{key} = {value!r} is not implemented; ignoring it would change the "
+                "output, so use the model's Hugging Face checkpoint or another model"
             )
         if isinstance(value, list):
             raise CheckpointError(
@@ -180,13 +180,14 @@ def _rope(get: Getter, context: int, path: Path) -> RopeSpec:
             )
         case rope_type:
             raise CheckpointError(
-                f"{path}: rope scaling {rope_type!r} with factor {factor} is not implemented; expected none, linear or yarn "
-                "with a factor"
+                f"{path}: rope scaling {rope_type!r} with factor {factor} is not implemented; expected none, linear "
+                "or yarn with a factor"
             )
 
 
 def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Path) -> DecoderSpec:
-    """The file holds one divisor per frequency instead of the llama3 parameters: find these, and prove that they fit."""
+    """The file holds one divisor per frequency instead of the llama3 parameters:
+    find these, and prove that they fit."""
     if np.all(factors == 1):
         return decoder
     factor = float(np.max(factors))
@@ -198,8 +199,9 @@ def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Pa
         or not np.allclose(factors, expected, 1e-4)
     ):
         raise CheckpointError(
-            f"{path}: the frequencies of {ROPE_FREQUENCIES} are not those of llama3 scaling with factor {factor}, original "
-            f"context {original}, low {_LLAMA3_LOW} and high {_LLAMA3_HIGH}; use the model's Hugging Face checkpoint"
+            f"{path}: the frequencies of {ROPE_FREQUENCIES} are not those of llama3 scaling with factor {factor}, "
+            f"original context {original}, low {_LLAMA3_LOW} and high {_LLAMA3_HIGH}; use the model's Hugging Face "
+            "checkpoint"
         )
     rope = RopeSpec(
         decoder.rope.theta,

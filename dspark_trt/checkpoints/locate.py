@@ -78,15 +78,16 @@ def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) 
         raise CheckpointError(f"{name}: no such revision; look at the model's branches and tags on the hub") from None
     except errors.RepositoryNotFoundError:
         raise CheckpointError(
-            f"{name} does not exist or is private, and {repository} is no local path either; check the spelling, or run "
-            "`hf auth login`"
+            f"{name} does not exist or is private, and {repository} is no local path either; check the spelling, or "
+            "run `hf auth login`"
         ) from None
     except errors.HFValidationError as error:
         raise CheckpointError(f"{repository} is neither a local path nor a hub id: {_first_line(error)}") from None
     except (errors.LocalEntryNotFoundError, http_error, OSError) as error:
         raise EnvironmentMissingError(
-            f"{name}: the hub cannot be reached, and the local cache does not hold the whole model ({_first_line(error)}). "
-            "Download it where there is a network (`hf download`) and give the folder, or set HF_HOME to a filled cache"
+            f"{name}: the hub cannot be reached, and the local cache does not hold the whole model "
+            f"({_first_line(error)}). Download it where there is a network (`hf download`) and give the folder, or "
+            "set HF_HOME to a filled cache"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """Do a target and a drafter belong together?
 
-Shapes inside the drafter (the width of fc, the rows of the Markov tables) are held against its own configuration when it is
-read; what is left is that this configuration is the target's.
+Shapes inside the drafter (the width of fc, the rows of the Markov tables) are held against its own configuration when
+it is read; what is left is that this configuration is the target's.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def check_specs(target: TargetSpec, drafter: DrafterSpec) -> None:
     for tap in taps:
         if not -1 <= tap < num_layers:
             raise PairingError(
-                f"target_layer_ids: the drafter reads layers {list(taps)}, but the target has layers 0 to {num_layers - 1} "
-                f"(-1 is the embedding), so {tap} is not one; {_NEXT}"
+                f"target_layer_ids: the drafter reads layers {list(taps)}, but the target has layers 0 to "
+                f"{num_layers - 1} (-1 is the embedding), so {tap} is not one; {_NEXT}"
             )
     if drafter.mask_token_id >= decoder.vocab_size:
         raise PairingError(

@@ -44,7 +44,8 @@ def rope_spec(
 ) -> RopeSpec:
     """Resolve one dictionary of parameters, with the top-level `rope_theta` and `original_max_position_embeddings`.
 
-    Defaults that the format defines are filled in (for yarn also `attention_factor`), so that nobody derives them twice.
+    Defaults that the format defines are filled in (for yarn also `attention_factor`), so that nobody derives them
+    twice.
     Raises CheckpointError for a type that is not implemented and for missing or contradicting parameters.
     """
     rope_type = parameters.rope_type or parameters.type or "default"
@@ -54,8 +55,8 @@ def rope_spec(
         )
     if parameters.partial_rotary_factor not in (None, 1):
         raise CheckpointError(
-            f"{where}: partial_rotary_factor = {parameters.partial_rotary_factor} is not implemented (expected 1 or absent); "
-            "use a checkpoint that rotates the whole head"
+            f"{where}: partial_rotary_factor = {parameters.partial_rotary_factor} is not implemented (expected 1 or "
+            "absent); use a checkpoint that rotates the whole head"
         )
     if theta and parameters.rope_theta and theta != parameters.rope_theta:
         raise CheckpointError(

@@ -1,7 +1,7 @@
 """Tensors of one or many safetensors files, mapped, never loaded whole.
 
-The header is parsed here and not by the `safetensors` package, because the graph writer refers to float32 tensors in place
-and needs the byte offset of each one. Format: 8 bytes little-endian header length, a JSON header, then the data.
+The header is parsed here and not by the `safetensors` package, because the graph writer refers to float32 tensors in
+place and needs the byte offset of each one. Format: 8 bytes little-endian header length, a JSON header, then the data.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def shard_files(folder: Path) -> tuple[Path, ...]:
 def open_safetensors(folder: Path, rename: Callable[[str], str]) -> SafetensorsStore:
     """All tensors of a checkpoint folder under `rename`d names.
 
-    Raises CheckpointError for a truncated or malformed file, a tensor in two files, two tensors that get one name, and files
-    that do not hold what the index says.
+    Raises CheckpointError for a truncated or malformed file, a tensor in two files, two tensors that get one name, and
+    files that do not hold what the index says.
     """
     entries: dict[str, TensorInfo] = {}
     stored_names: set[str] = set()
@@ -111,7 +111,8 @@ def open_safetensors(folder: Path, rename: Callable[[str], str]) -> SafetensorsS
         name = sorted(listed ^ stored_names)[0]
         has, lacks = ("index", "files") if name in listed else ("files", "index")
         raise CheckpointError(
-            f"{folder / INDEX_FILE}: tensor {name} is in the {has}, but not in the {lacks}; download the checkpoint again"
+            f"{folder / INDEX_FILE}: tensor {name} is in the {has}, but not in the {lacks}; download the checkpoint "
+            "again"
         )
     return SafetensorsStore(entries)
 

@@ -33,8 +33,8 @@ _IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_token
 def read_target(source: str, revision: str | None = None) -> TargetCheckpoint:
     """Read the target at `source`: a folder, a .gguf file or a hub id.
 
-    Raises CheckpointError when it cannot be read, is of another family, needs something that is not implemented, or when its
-    tensors do not fit its configuration; EnvironmentMissingError when the hub cannot be reached.
+    Raises CheckpointError when it cannot be read, is of another family, needs something that is not implemented, or
+    when its tensors do not fit its configuration; EnvironmentMissingError when the hub cannot be reached.
     """
     path = locate(source, revision)
     return read_gguf_target(path) if path.is_file() else _read_folder(path)
@@ -107,7 +107,8 @@ def _family(values: dict[str, Any], where: str) -> Family:
 
 
 def _without_tied_head(weights: SafetensorsStore, where: str) -> SafetensorsStore:
-    """Some tied checkpoints (Qwen3-0.6B) store the head all the same: a copy is dropped, another head is a contradiction."""
+    """Some tied checkpoints (Qwen3-0.6B) store the head all the same:
+    a copy is dropped, another head is a contradiction."""
     if HEAD not in weights.names():
         return weights
     if EMBEDDING in weights.names() and not is_equal(weights.array(EMBEDDING), weights.array(HEAD)):

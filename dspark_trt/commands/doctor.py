@@ -34,7 +34,8 @@ Status = Literal["ok", "missing", "optional"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `missing` blocks building and generating; `optional` says what would be needed for more."""
+    """One line of the report. `missing` blocks building and generating;
+    `optional` says what would be needed for more."""
 
     name: str
     status: Status

@@ -1,4 +1,5 @@
-"""`dspark-trt inspect DIR`: everything a build directory says about itself, read from its manifests and JSON files only."""
+"""`dspark-trt inspect DIR`: everything a build directory says about itself,
+read from its manifests and JSON files only."""
 
 from __future__ import annotations
 
@@ -10,19 +11,19 @@ import typer
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
-from dspark_trt.building.recipe import Precision
 from dspark_trt.commands.options import AsJson, BuildFolder, command
+from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import ManifestError
 from dspark_trt.steptable.table import StepTable
 
+_DEPENDS = "exact with respect to its own verification distribution; greedy text can depend on the schedule"
 NUMERIC_NOTES: dict[Precision | None, str] = {
     "fp32": "float32: logits differ by about 4e-5 between steps of one and of eight tokens; greedy output is stable",
-    "int8": "8-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
-    "bf16": "bfloat16: logits differ by about 0.5 between steps of one and of eight tokens; exact with respect to its own "
-    "verification distribution; greedy text can depend on the schedule",
-    "fp16": "float16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
-    "int4": "4-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+    "int8": f"8-bit weights: {_DEPENDS}",
+    "bf16": f"bfloat16: logits differ by about 0.5 between steps of one and of eight tokens; {_DEPENDS}",
+    "fp16": f"float16: {_DEPENDS}",
+    "int4": f"4-bit weights: {_DEPENDS}",
 }
 
 

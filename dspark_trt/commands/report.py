@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from dspark_trt.commands.logs import console as errors
-from dspark_trt.engines.tensorrt.facts import ENGINE_SUFFIX
+from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX
 
 if TYPE_CHECKING:
     from dspark_trt.building.build import StageResult
@@ -139,7 +139,8 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
         "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {list(drafter['target_layer_ids'])}",
         "engine": _engine(description),
         "numerics": description["numerics"],
-        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, {recipe['max_batch_tokens']} tokens a step",
+        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, "
+        f"{recipe['max_batch_tokens']} tokens a step",
         "calibration": description["calibration"]["kind"],
     }
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -2,11 +2,12 @@
 # (Triton's language is Python by syntax only: its types are not Python's.)
 """PrefixSelect in OpenAI Triton: measure_survival, rank_drafts, admit_drafts, pack_tokens and pack_rows, in this order.
 
-Survivals are float64 and ordered as the integers that their bits make; expected tokens are summed as multiples of 2^-40. So
-neither order nor throughput depends on the order of a parallel sum, and a draft of survival 0 adds exactly nothing.
+Survivals are float64 and ordered as the integers that their bits make; expected tokens are summed as multiples of
+2^-40. So neither order nor throughput depends on the order of a parallel sum, and a draft of survival 0 adds exactly
+nothing.
 
-Drafts are numbered by (j, r), the order in which ties are broken. Shape letters: `R` requests, `G` gamma, `T` packed tokens,
-`B` KV rows of the target's row group.
+Drafts are numbered by (j, r), the order in which ties are broken. Shape letters: `R` requests, `G` gamma, `T` packed
+tokens, `B` KV rows of the target's row group.
 """
 
 from __future__ import annotations

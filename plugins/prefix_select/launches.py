@@ -1,6 +1,7 @@
 """Which kernels a PrefixSelect has, and the five launches of a call. Needs nothing but Python.
 
-Shape letters: `R` requests, `G` gamma, `T` packed tokens, `B` KV rows of the target's row group, `S` step table entries.
+Shape letters: `R` requests, `G` gamma, `T` packed tokens, `B` KV rows of the target's row group, `S` step table
+entries.
 """
 
 from __future__ import annotations

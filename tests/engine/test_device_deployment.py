@@ -1,6 +1,8 @@
-"""A GPU build from checkpoints to tokens, with PyTorch in the place of the one part that cannot run here: TensorRT's execution.
+"""A GPU build from checkpoints to tokens, with PyTorch in the place of the one part that cannot run here:
+TensorRT's execution.
 
-Graphs, compiled engines, manifests, step table, repository, deployment and loop are real, and the device runtime runs on the CPU.
+Graphs, compiled engines, manifests, step table, repository, deployment and loop are real, and the device runtime runs
+on the CPU.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> BuildRecipe:
 
 @pytest.fixture(scope="module")
 def host(recipe: BuildRecipe) -> Iterator[Callable[[Gpu | NoGpu], None]]:
-    """A host with this GPU, torch for CUDA, and engines that PyTorch computes, in float32 so that greedy text is stable."""
+    """A host with this GPU, torch for CUDA, and engines that PyTorch computes,
+    in float32 so that greedy text is stable."""
 
     def open_in_torch(build_dir: Path, settings: EngineSettings) -> DeviceEngines:
         target = read_target(recipe.target)

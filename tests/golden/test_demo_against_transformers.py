@@ -1,6 +1,7 @@
 """The demonstration target, decoded speculatively, against Hugging Face transformers in float32.
 
-A greedy text may part from the reference only where the two best logits are closer than float noise; the gap is measured.
+A greedy text may part from the reference only where the two best logits are closer than float noise; the gap is
+measured.
 """
 
 from __future__ import annotations

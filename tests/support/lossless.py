@@ -1,8 +1,8 @@
 """Chi-square of whole outputs of the toy engines against the target's exact distribution.
 
 Every output of a small language is enumerated with its exact probability (plain reference, float64). Batches of 4 rows
-with slot churn: requests of several lengths and prompts join and leave all the time. Outputs are compared token prefix by
-token prefix (1, 2, 3 and 4 tokens), since few large cells show a small bias that many small ones hide.
+with slot churn: requests of several lengths and prompts join and leave all the time. Outputs are compared token prefix
+by token prefix (1, 2, 3 and 4 tokens), since few large cells show a small bias that many small ones hide.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ def sample(
     confidence: Any = honest_confidence,
     gamma: int = 4,
     draft_vocab: tuple[int, ...] | None = None,
-    twins: bool = False,
+    duplicates: bool = False,
     eos: tuple[int, ...] = (),
     num_samples: int = NUM_SAMPLES,
     fused: bool = False,
 ) -> list[tuple[int, ...]]:
     """Outputs of `num_samples` requests with seeds 0, 1, 2 …, among others that only make rows and loads change.
 
-    twins: every request has a second one of the same seed, prompt and length beside it, whose output is not counted.
-    fused: a step engine drafts, selects and verifies.
+    duplicates: every request has a second one of the same seed, prompt and length beside it, whose output is not
+    counted. fused: a step engine drafts, selects and verifies.
     """
     target = ToyTarget(LANGUAGE, LIMITS)
     drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence, draft_vocab=draft_vocab)
@@ -87,8 +87,8 @@ def sample(
     for seed in range(num_samples):
         counted = SamplingParams(seed=seed, **params)
         requests.append(GenerationRequest(request_id=f"counted-{seed}", prompt_ids=PROMPT, sampling=counted))
-        if twins:
-            requests.append(GenerationRequest(request_id=f"twin-{seed}", prompt_ids=PROMPT, sampling=counted))
+        if duplicates:
+            requests.append(GenerationRequest(request_id=f"duplicate-{seed}", prompt_ids=PROMPT, sampling=counted))
         if seed % 3 == 0:
             other = SamplingParams(max_tokens=1 + seed % 7, temperature=(0.0, 1.5)[seed % 2], seed=seed)
             prompt = tuple((seed + at) % 4 for at in range(1 + seed % 5))

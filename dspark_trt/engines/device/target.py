@@ -1,7 +1,7 @@
 """TargetEngine on torch tensors of one device, over a DeviceSession of target.onnx.
 
-Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` vocabulary, `M` tap layers, `D` hidden; `B` KV
-rows and `S` padded query length of a row group.
+Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` vocabulary, `M` tap layers, `D` hidden;
+`B` KV rows and `S` padded query length of a row group.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Tensors = dict[str, torch.Tensor]
 class DeviceTargetEngine:
     """Verifies. Outputs are tensors on the device, views of buffers that the next call overwrites.
 
-    A call waits for nothing on the device: it makes index arrays, enqueues their copy and the graph, and returns. The one
-    exception: a batch whose index arrays are themselves on the device.
+    A call waits for nothing on the device: it makes index arrays, enqueues their copy and the graph, and returns. The
+    one exception: a batch whose index arrays are themselves on the device.
     """
 
     def __init__(
@@ -137,7 +137,8 @@ class DeviceTargetEngine:
         )
 
     def _bucket_tensors(self, shape: CallShape) -> Tensors:
-        """Everything stays at its address. The prefill group is row 0 without tokens; its padding is row 0's own token."""
+        """Everything stays at its address. The prefill group is row 0 without tokens;
+        its padding is row 0's own token."""
         index = self.index_tensors(shape)
         constants = {
             bindings.LOGIT_ROWS: self.every_token(shape.num_tokens),

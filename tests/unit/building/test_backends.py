@@ -1,4 +1,5 @@
-"""Which backend is chosen, and what is refused before anything is built; GPUs are played, packages are as installed or removed."""
+"""Which backend is chosen, and what is refused before anything is built;
+GPUs are played, packages are as installed or removed."""
 
 from __future__ import annotations
 

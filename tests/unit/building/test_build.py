@@ -78,17 +78,24 @@ def test_changed_limits_keep_the_checkpoints_and_rebuild_what_follows(recipe: Bu
 
 
 @pytest.mark.parametrize(
-    "source", ["plugins/row_attention/function_body.py", "plugins/body.py", "dspark_trt/contract/bindings.py"]
+    ("source", "first"),
+    [
+        ("plugins/row_attention/function_body.py", "graphs"),
+        ("plugins/body.py", "graphs"),
+        ("dspark_trt/contract/bindings.py", "graphs"),
+        ("dspark_trt/engines/onnxruntime/session.py", "steptable"),
+    ],
 )
-def test_graphs_are_made_again_when_what_writes_them_changes(
-    source: str, recipe: BuildRecipe, copied: Path, monkeypatch: pytest.MonkeyPatch
+def test_stages_are_made_again_from_the_first_on_that_an_edit_decides(
+    source: str, first: str, recipe: BuildRecipe, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only the package graphs: function bodies come from the plugins, names and shapes from bindings."""
+    """Function bodies come from the plugins, names and shapes from bindings;
+    a step table has timed what runs an engine."""
     path, read = Path(__file__).parents[3] / source, Path.read_bytes
     assert path.exists()
     monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + (b"#" if p.resolve() == path.resolve() else b""))
     built = [result.stage for result in build(recipe, copied) if result.was_built]
-    assert built[0] == "graphs"
+    assert built[0] == first
 
 
 @pytest.mark.parametrize("failing", [stage.name for stage in STAGES])

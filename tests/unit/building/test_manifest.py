@@ -24,13 +24,13 @@ from dspark_trt.building.manifest import (
     read_summary,
     record_inputs,
     record_outputs,
-    replace_folder,
     sealed_json,
     stage_key,
     write_manifest,
 )
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.errors import ManifestError
+from dspark_trt.files import replace_folder
 
 RECIPE = BuildRecipe(target="t", drafter="d")
 

@@ -12,10 +12,10 @@ import numpy as np
 import onnx
 import pytest
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeTargetEngine
 from dspark_trt.errors import ExportError
@@ -148,7 +148,7 @@ def test_drafter_graphs_share_embedding_and_head_with_the_target(float32_target:
             locations[tensor.name] = (entry.get("location"), entry.get("offset"))
     for name in ("embed_tokens.weight", "lm_head.weight"):
         assert locations[f"target.{name}"] == locations[name]
-    assert new_bytes(tmp_path / "graphs") - before < 150_000  # two graphs and their rotary tables
+    assert new_bytes(tmp_path / "graphs") - before < 400_000  # a graph for each slot count, and their rotary tables
 
 
 def test_sharing_needs_a_target_graph_of_the_same_precision(float32_target: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""The output distribution is the target's, exactly: chi-square of whole outputs against the exact one (tests/support/lossless.py).
+"""The output distribution is the target's, exactly:
+chi-square of whole outputs against the exact one (tests/support/lossless.py).
 
-Seeds are fixed, so a result never changes. Had the draws been random, a test would fail falsely with probability 1e-4, and
-any of the 55 here with 0.55 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
+Seeds are fixed, so a result never changes. Had the draws been random, a test would fail falsely with probability 1e-4,
+and any of the 55 here with 0.55 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
 """
 
 from __future__ import annotations
@@ -110,13 +111,14 @@ def test_eos_inside_blocks(mode: Any) -> None:
 @adaptive
 @pytest.mark.parametrize("skill", [0.5, -0.9])
 def test_equal_seeds_side_by_side(mode: Any, skill: float) -> None:
-    """A request and its twin draw the same tokens; neither may be scheduled by the other's confidences."""
-    assert_lossless(SchedulerConfig(mode), SAMPLED, twins=True, skill=skill, confidence=capricious_confidence)
+    """A request and its duplicate draw the same tokens; neither may be scheduled by the other's confidences."""
+    assert_lossless(SchedulerConfig(mode), SAMPLED, duplicates=True, skill=skill, confidence=capricious_confidence)
 
 
 @adaptive
-def test_a_twin_that_is_one_step_ahead_does_not_steer_the_other(mode: Any) -> None:
-    """The first twin's confidence tells what the second is about to draw; with it, the second is verified only then.
+def test_a_duplicate_that_is_one_step_ahead_does_not_steer_the_other(mode: Any) -> None:
+    """The first duplicate's confidence tells what the second is about to draw;
+    with it, the second is verified only then.
 
     Scheduled by the first, the second token would be 0 in 0.91 of the cases instead of 0.7 (1000 pairs, standard
     deviation 0.0145, false failure 6e-5).
@@ -126,7 +128,7 @@ def test_a_twin_that_is_one_step_ahead_does_not_steer_the_other(mode: Any) -> No
     def confidence(context: Any, seen: Any, acceptance: Any) -> list[float]:
         if len(context) == 2:  # prompt and first token
             return [0.4]
-        return [5.0 if context[2] == 0 else -5.0]  # what the other twin is about to draw
+        return [5.0 if context[2] == 0 else -5.0]  # what the other one is about to draw
 
     drafter = EvenDrafter(Coin(2), limits, gamma=1, confidence=confidence)
     table = step_table(lambda count: {1: 10.0, 2: 10.0, 3: 14.0, 4: 14.0}.get(count, 30.0))
