@@ -10,6 +10,7 @@ EXIT_OK = 0
 EXIT_USER_ERROR = 2
 EXIT_ENVIRONMENT_MISSING = 3
 EXIT_CHECK_FAILED = 4
+_MAX_SHOWN = 120  # characters of a value in a message
 
 
 class DSparkError(Exception):
@@ -56,3 +57,9 @@ class CapacityError(DSparkError):
 
 class RequestError(DSparkError):
     """A client's request is not acceptable. The only error whose text reaches a client."""
+
+
+def abridged(value: object) -> str:
+    """`value` as a message shows it: a prompt of a megabyte is not printed whole."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}… ({len(text)} characters)"

@@ -5,12 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-
-MAX_SHOWN = 120  # characters of a value in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +33,6 @@ def default_of(field: FieldInfo) -> str | None:
         return words
     default = field.get_default(call_default_factory=True) if not field.is_required() else None
     return None if default in (None, (), {}, False, "") else str(default)
-
-
-def abridged(value: Any) -> str:
-    """`value` as a message shows it: a prompt of a megabyte is not printed whole."""
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}… ({len(text)} characters)"
 
 
 def options_table(model: type[BaseModel]) -> Iterator[str]:

@@ -12,13 +12,13 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from dspark_trt.building.option import Option, abridged
+from dspark_trt.building.option import Option
+from dspark_trt.contract.drafter_form import DrafterPrecision
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.scheduler import parse_scheduler
-from dspark_trt.errors import RecipeError
+from dspark_trt.errors import RecipeError, abridged
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
-DrafterPrecision = Literal["fp32", "int8"]
 
 
 class BuildRecipe(BaseModel):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dspark_trt.building.option import Option, abridged
-from dspark_trt.errors import RequestError
+from dspark_trt.building.option import Option
+from dspark_trt.errors import RequestError, abridged
 
 if TYPE_CHECKING:
     from dspark_trt.deployment import Deployment

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from dspark_trt.building.option import abridged
 from dspark_trt.commands.generate import as_prompt
 from dspark_trt.commands.generation import Prompt, generate_each
 from dspark_trt.commands.generation_options import generation_options
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment
-from dspark_trt.errors import DSparkError, RequestError
+from dspark_trt.errors import DSparkError, RequestError, abridged
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dspark_trt.errors import RequestError
+from dspark_trt.errors import RequestError, abridged
 
 MAX_LOG_PROBS = 20  # alternatives reported for one token
 MAX_LOGIT_BIAS = 1_000_000  # bans or forces a token for certain, and float32 keeps the order of the others
@@ -131,4 +131,6 @@ def _check_token(name: str, token_id: Any, vocab_size: int) -> None:
 
 
 def _refusal(name: str, expected: str, found: Any) -> RequestError:
-    return RequestError(f"{name}: expected {expected}, found {found!r}; correct this field and send the request again")
+    return RequestError(
+        f"{name}: expected {expected}, found {abridged(found)}; correct this field and send the request again"
+    )

@@ -49,6 +49,13 @@ def test_importing_loads_no_engine(statement: str) -> None:
     assert result.stdout.strip() == "[]"
 
 
+def test_start_of_the_command_line_loads_nothing_heavy() -> None:
+    heavy = "{'onnx', 'torch', 'onnxruntime', 'tokenizers', 'huggingface_hub', 'jinja2', 'cuda'}"
+    statement = f"import sys, dspark_trt.cli; print(sorted({heavy} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", statement], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
 def test_doctor_needs_no_engine() -> None:
     result = run("doctor", "--json", before=BLOCK)
     assert result.returncode == 0, result.stderr

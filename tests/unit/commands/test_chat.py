@@ -30,6 +30,11 @@ class Terminal:
         os.write(self.file, line.encode())
         return self.wait()
 
+    def interrupt(self) -> str:
+        """As `type`, of Ctrl-C. One that comes before the program reads is heard at the next key only."""
+        time.sleep(0.5)
+        return self.type("\x03")
+
     def wait(self, until: str = PROMPT, timeout_s: float = 60) -> str:
         start, deadline = len(self.shown), time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -80,7 +85,7 @@ def test_mistakes_do_not_end_a_conversation(terminal: Terminal) -> None:
     assert "valid number" in terminal.type("/set temperature hot\n")
     assert "at most 64 fit" in terminal.type("a " * 300 + "\n")
     assert "Nothing yet." in terminal.type("/history\n")
-    assert "/quit or Ctrl-D leaves" in terminal.type("\x03")
+    assert "/quit or Ctrl-D leaves" in terminal.interrupt()
     os.write(terminal.file, b"\x04")
     assert terminal.end() == 0
 

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import command_line_page
 import pytest
 from pydantic import BaseModel
 from typer.testing import CliRunner
@@ -38,6 +39,11 @@ def test_help_has_every_field_with_its_description_and_its_default(command: str,
 
 def test_table_of_the_documentation_is_that_of_the_recipe() -> None:
     assert "\n".join(options_table(BuildRecipe)) in OPERATIONS.read_text()
+
+
+def test_page_of_the_command_line_is_what_is_printed() -> None:
+    """`python build_scripts/command_line_page.py` writes it anew."""
+    assert command_line_page.help_section() in command_line_page.PAGE.read_text()
 
 
 def test_request_options_are_those_of_the_runtime() -> None:

@@ -63,3 +63,18 @@ def test_missing_package_is_named() -> None:
 
 def test_looking_loads_neither_torch_nor_tensorrt(driver: Path) -> None:
     assert ask(open_first(driver) + ASK + LOADED)[-1] == "[]"
+
+
+def test_driver_is_seen_without_the_package_that_asks_it(driver: Path) -> None:
+    code = "from dspark_trt.machine.gpu import look_for_gpu; found = look_for_gpu(); print(found.has_driver, found.fix)"
+    missing = "import sys; sys.modules['cuda.bindings'] = None; "
+    assert ask(missing + open_first(driver) + code) == ["True pip install cuda-bindings"]
+    assert ask(missing + open_first(driver) + code, DRIVER_NUM_GPUS="0", PATH="") == ["False pip install cuda-bindings"]
+
+
+def test_tool_of_the_driver_is_a_sign_of_it(tmp_path: Path) -> None:
+    (tmp_path / "libcuda.so.1").write_text("")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    code = "from dspark_trt.machine.gpu import has_driver; print(has_driver())"
+    assert ask(code, LD_LIBRARY_PATH=str(tmp_path), PATH=str(tmp_path)) == ["True"]
