@@ -31,7 +31,7 @@ NUMERIC_NOTES: dict[Precision | None, str] = {
 def inspect(
     folder: BuildFolder,
     as_json: AsJson = False,
-    verify: Annotated[bool, typer.Option(help="Hash every file again.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Hash every file again.")] = False,
 ) -> None:
     """Say what a build directory holds and whether its chain is intact."""
     from dspark_trt.commands import report

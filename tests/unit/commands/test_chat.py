@@ -31,9 +31,14 @@ class Terminal:
         return self.wait()
 
     def interrupt(self) -> str:
-        """As `type`, of Ctrl-C. One that comes before the program reads is heard at the next key only."""
-        time.sleep(0.5)
-        return self.type("\x03")
+        """As `type`, of Ctrl-C: pressed until it is heard, as one that comes just before the program reads is not."""
+        for _ in range(20):
+            os.write(self.file, b"\x03")
+            try:
+                return self.wait(timeout_s=3)
+            except AssertionError:
+                continue
+        raise AssertionError(f"Ctrl-C is not heard: {self.shown!r}")
 
     def wait(self, until: str = PROMPT, timeout_s: float = 60) -> str:
         start, deadline = len(self.shown), time.monotonic() + timeout_s
@@ -96,8 +101,7 @@ def test_ctrl_c_breaks_off_an_answer_and_forgets_the_turn(output: Path) -> None:
     code = terminal.type("/set max_tokens 50\n")
     assert "from now on" in code
     os.write(terminal.file, b"a\n")
-    os.write(terminal.file, b"\x03")
-    shown = terminal.wait()
+    shown = terminal.interrupt()
     assert "broken off" in shown or "leaves" in shown
     os.write(terminal.file, b"/quit\n")
     assert terminal.end() == 0
