@@ -48,7 +48,7 @@ def options_table(model: type[BaseModel]) -> Iterator[str]:
 def with_flags(message: str, model: type[BaseModel], names: Iterator[str] | set[str]) -> str:
     """`message` with the field that it begins with, where it is one of `names`, called as the option that it came
     by."""
-    found = re.match(r"(\w+)(?=[:.\[ ])", message)
-    if found is None or found[1] not in set(names) or found[1] not in model.model_fields:
+    found = re.match(r"(\w+)(?=[:.\[])|(\w+_\w+)(?= )", message)  # a plain word in a sentence is a word
+    if found is None or found[0] not in set(names) or found[0] not in model.model_fields:
         return message
-    return flag_of(found[1], model.model_fields[found[1]]) + message[found.end() :]
+    return flag_of(found[0], model.model_fields[found[0]]) + message[found.end() :]
