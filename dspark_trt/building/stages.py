@@ -10,6 +10,13 @@ from typing import Any
 
 from dspark_trt.building.context import Context
 from dspark_trt.building.interrupts import deferred_interrupt
+from dspark_trt.calibration.file import CALIBRATION_FILE
+from dspark_trt.calibration.prompts import packaged_prompts
+from dspark_trt.calibration.run import calibrate
+from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.runtime.loop import DecodingLoop, OnVerified
+from dspark_trt.text import TextCodec
 from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
@@ -32,6 +39,7 @@ from dspark_trt.steptable.profile import profile
 
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
 NUM_WARM_UPS_ON_A_DEVICE = 3
+CALIBRATION_BUDGET_S = 45.0
 _TIMED = ("onnxruntime", *DEVICE_DISTRIBUTIONS)  # packages whose versions step times depend on
 # DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
 DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
@@ -161,8 +169,32 @@ def _measured_on(context: Context) -> dict[str, Any]:
 
 
 def _make_calibration(context: Context, folder: Path, progress: Progress) -> None:
+    """Confidences of held-out prompts, measured on the engines that serve."""
     gamma = context.drafter.spec.gamma
-    _write_json(folder / "temperatures.json", {"kind": "neutral", "temperatures": [1.0] * gamma})
+    engines = open_engines(context.output)
+    codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
+
+    def make_loop(scheduler: SchedulerConfig, on_verified: OnVerified) -> DecodingLoop:
+        return DecodingLoop(
+            target=engines.target,
+            drafter=engines.drafter,
+            step_table=None,
+            calibration=Calibration.from_temperatures([1.0] * gamma),
+            eos_token_ids=context.target.spec.eos_token_ids,
+            decode=codec.decode,
+            scheduler=scheduler,
+            on_verified=on_verified,
+        )
+
+    calibrate(
+        make_loop,
+        codec.encode_prompt,
+        packaged_prompts(),
+        gamma=gamma,
+        budget_s=CALIBRATION_BUDGET_S,
+        max_seq_len=context.limits.max_seq_len,
+        progress=progress,
+    ).save(folder / CALIBRATION_FILE)
 
 
 def _make_model_repo(context: Context, folder: Path, progress: Progress) -> None:
@@ -230,8 +262,8 @@ STAGES = (
     Stage(
         name="calibration",
         predecessors=("engines",),
-        packages=lambda context: (),
-        settings=lambda context: {"kind": "neutral"},
+        packages=lambda context: ("dspark_trt.calibration",),
+        settings=lambda context: {"budget_s": CALIBRATION_BUDGET_S},
         make=_make_calibration,
     ),
     Stage(
