@@ -18,6 +18,7 @@ from typing import Any
 
 from dspark_trt.building.backends import resolve_backend
 from dspark_trt.building.context import Context
+from dspark_trt.building.limits import check_recipe
 from dspark_trt.building.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -32,9 +33,11 @@ from dspark_trt.building.manifest import (
     read_summary,
     record_inputs,
     record_outputs,
+    sealed_json,
     stage_key,
     write_manifest,
 )
+from dspark_trt.building.plan import make_plan
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.building.stages import STAGES, Stage
 from dspark_trt.errors import ManifestError, RecipeError
@@ -70,7 +73,7 @@ def build(
         ManifestError
         when `output` holds something that is not a build, or another build is running in it.
     """
-    recipe = resolve(recipe)
+    recipe = make_plan(recipe, output).recipe
     _claim(output)
     context = Context(recipe, output)
     results: list[StageResult] = []
@@ -84,17 +87,13 @@ def build(
             results.append(StageResult(stage.name, was_built, time.perf_counter() - start))
         resolved = recipe.model_copy(update={"max_seq_len": context.limits.max_seq_len})
         summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=resolved, stages=keys)
-        write_atomically(output / MANIFEST_NAME, summary.model_dump_json(indent=1) + "\n")
+        write_atomically(output / MANIFEST_NAME, sealed_json(summary.model_dump(mode="json")))
     return results
 
 
 def resolve(recipe: BuildRecipe) -> BuildRecipe:
     """No `auto` after this point, and a machine that can build it. Raises RecipeError, EnvironmentMissingError."""
-    if recipe.max_batch_tokens < recipe.max_slots:
-        raise RecipeError(
-            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not hold "
-            "one token of every request; raise --max-batch-tokens or lower --max-slots"
-        )
+    check_recipe(recipe)
     return resolve_backend(recipe)
 
 

@@ -65,6 +65,7 @@ class StageManifest(BaseModel):
     outputs: dict[str, FileRecord]  # path within the stage folder -> record
     created: str
     versions: dict[str, str]
+    sha256: str = ""  # of everything else in the file; set when it is written, checked when it is read
 
 
 class BuildSummary(BaseModel):
@@ -75,6 +76,7 @@ class BuildSummary(BaseModel):
     schema_version: int
     recipe: BuildRecipe  # resolved
     stages: dict[str, str]  # stage name -> key, in build order
+    sha256: str = ""  # as in StageManifest
 
 
 def hash_key(*parts: Any) -> str:
@@ -139,12 +141,23 @@ def _read(path: Path, model: type[Model]) -> Model:
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:
         raise ManifestError(f"{path}: expected schema_version {SCHEMA_VERSION}, found {found}; build again")
+    if data.get("sha256") != _seal(data):
+        raise ManifestError(f"{path} was edited: its sha256 is not that of its content; run `dspark-trt build` again")
     try:
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ManifestError(f"{path}: {where}: {first['msg']}; remove {path.parent} and build again") from None
+
+
+def sealed_json(data: Mapping[str, Any]) -> str:
+    """The text of a manifest file with this content: its own sha256 comes with it."""
+    return json.dumps({**data, "sha256": _seal(data)}, indent=1) + "\n"
+
+
+def _seal(data: Mapping[str, Any]) -> str:
+    return hash_key({name: value for name, value in data.items() if name != "sha256"})
 
 
 def check_chain(build: Path, summary: BuildSummary, stages: Mapping[str, StageManifest]) -> None:
@@ -167,7 +180,7 @@ def check_chain(build: Path, summary: BuildSummary, stages: Mapping[str, StageMa
 
 
 def write_manifest(folder: Path, manifest: StageManifest) -> None:
-    (folder / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=1) + "\n")
+    (folder / MANIFEST_NAME).write_text(sealed_json(manifest.model_dump(mode="json")))
 
 
 def record_inputs(files: Iterable[Path], known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
@@ -181,12 +194,18 @@ def record_outputs(folder: Path) -> dict[str, FileRecord]:
     return {str(path.relative_to(folder)): FileRecord.of(path) for path in files}
 
 
+def check_outputs_exist(folder: Path, manifest: StageManifest) -> None:
+    """Raises ManifestError that names the first file that is missing."""
+    for name in manifest.outputs:
+        if not (folder / name).is_file():
+            raise ManifestError(f"{folder / name} is missing; run `dspark-trt build` again")
+
+
 def check_outputs(folder: Path, manifest: StageManifest, *, verify: bool = False) -> None:
     """Raises ManifestError that names the first file that is missing or whose bytes changed."""
+    check_outputs_exist(folder, manifest)
     for name, record in manifest.outputs.items():
         path = folder / name
-        if not path.is_file():
-            raise ManifestError(f"{path} is missing; run `dspark-trt build` again")
         found = FileRecord.of(path, None if verify else record).sha256
         if found != record.sha256:
             raise ManifestError(

@@ -34,7 +34,7 @@ from dspark_trt.log import Progress
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
-from dspark_trt.packaging.model_repo import DEFAULT_SCHEDULER, write_model_repo
+from dspark_trt.packaging.model_repo import write_model_repo
 from dspark_trt.steptable.profile import profile
 
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
@@ -88,7 +88,7 @@ def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
     limits, is_on_device = context.limits, context.is_on_device
     # what does not fit the drafter is said before the target's weights are written
     check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
-    check_top_n(drafter.spec.decoder.vocab_size, context.recipe.markov_top_n)
+    check_top_n(drafter.spec.decoder.vocab_size, context.recipe.markov_top_n or 0)
     write_target_graph(
         target,
         folder,
@@ -106,7 +106,7 @@ def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
         limits=limits,
         precision=precision,
         attention="standard" if is_on_device else "drafter",
-        form=DrafterForm(markov_top_n=context.recipe.markov_top_n),
+        form=DrafterForm(markov_top_n=context.recipe.markov_top_n or 0),
     )
     if is_on_device:
         write_select_graph(drafter.spec, folder, limits=limits, precision=precision)
@@ -202,13 +202,8 @@ def _make_model_repo(context: Context, folder: Path, progress: Progress) -> None
         context.output,
         folder,
         engine_model_name=context.recipe.engine_model_name,
-        scheduler=_scheduler(context),
+        scheduler=context.recipe.scheduler,
     )
-
-
-def _scheduler(context: Context) -> str:
-    """On a device, the mode that knows how much to verify before it drafts and so never waits in between."""
-    return "lagged_budget" if context.is_on_device else DEFAULT_SCHEDULER
 
 
 def _timed_code(context: Context) -> tuple[str, ...]:
@@ -236,7 +231,7 @@ STAGES = (
         settings=lambda context: {
             "precision": context.precision,
             "limits": asdict(context.limits),
-            "markov_top_n": context.recipe.markov_top_n,
+            "markov_top_n": context.recipe.markov_top_n or 0,
             "is_on_device": context.is_on_device,
         },
         make=_make_graphs,
@@ -272,7 +267,7 @@ STAGES = (
         packages=lambda context: ("dspark_trt.packaging", "dspark_trt_model_repo"),
         settings=lambda context: {
             "engine_model_name": context.recipe.engine_model_name,
-            "scheduler": _scheduler(context),
+            "scheduler": context.recipe.scheduler,
         },
         make=_make_model_repo,
     ),

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, rope_spec
 from dspark_trt.checkpoints.spec import DecoderSpec, GenerationDefaults, RopeSpec
 from dspark_trt.errors import CheckpointError
@@ -122,6 +123,7 @@ class GenerationConfig(BaseModel):
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises CheckpointError when the file is absent, is not JSON or is not an object."""
+    check_file(path)
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -147,8 +149,8 @@ def parse(model: type[Model], values: dict[str, Any], where: str, hints: dict[st
         if first["type"] == "missing":
             raise CheckpointError(f"{where}: {key} is missing; {hint}") from None
         if first["type"] == "extra_forbidden":
-            raise CheckpointError(f"{where}: {key} = {first['input']!r} is not implemented; {hint}") from None
-        raise CheckpointError(f"{where}: {key}: {first['msg']}, found {first['input']!r}; {hint}") from None
+            raise CheckpointError(f"{where}: {key} = {_short(first['input'])} is not implemented; {hint}") from None
+        raise CheckpointError(f"{where}: {key}: {first['msg']}, found {_short(first['input'])}; {hint}") from None
 
 
 def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -> None:
@@ -159,11 +161,18 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
     neutral = {**_NEUTRAL_VALUES, "is_causal": (is_causal,)}
     for key, value in values.items():
         if key in neutral and value is not None and value not in neutral[key]:
-            expected = " or ".join(map(repr, (*neutral[key], "absent")))
+            accepted = ", ".join(map(repr, neutral[key]))
+            expected = f"{accepted} or no such key" if accepted else "no such key"
             raise CheckpointError(
                 f"{where}: {key} = {_short(value)} is not implemented (expected {expected}); ignoring it would change "
                 "the output, so use a checkpoint without it"
             )
+
+
+def architectures_of(values: dict[str, Any]) -> list[str]:
+    """`architectures` as a list, also where a hand-written configuration has one name in the place of a list."""
+    found = values.get("architectures") or []
+    return [found] if isinstance(found, str) else [str(each) for each in found]
 
 
 def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSpec:

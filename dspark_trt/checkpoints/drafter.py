@@ -6,6 +6,8 @@ Source: paper (arXiv 2607.05147) section 3.1; DeepSpec's checkpoints for the key
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, read_json, refuse_unsupported
@@ -49,13 +51,7 @@ def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = N
     EnvironmentMissingError when the hub cannot be reached.
     """
     folder = locate(source, revision)
-    if folder.is_file():
-        raise CheckpointError(f"{folder}: drafters are read from Hugging Face folders and hub ids, found a GGUF file")
-    where = str(folder / "config.json")
-    values = read_json(folder / "config.json")
-    refuse_other_formats(values, where)
-    refuse_unsupported(values, where, is_causal=False)
-    config = parse(DrafterConfig, values, where, _HINTS)
+    config, where = _read_config(folder), str(folder / "config.json")
     weights = open_safetensors(folder, rename=str)
     if config.tie_word_embeddings:
         _refuse_ambiguous_head(weights, target, where)
@@ -65,14 +61,54 @@ def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = N
     return DrafterCheckpoint(spec, weights, source_files(folder))
 
 
-def _spec(config: DrafterConfig, weights: SafetensorsStore, where: str) -> DrafterSpec:
-    names = weights.names()
+def read_drafter_spec(source: str, revision: str | None = None) -> DrafterSpec:
+    """What the drafter's configuration alone says; of a hub id no weight is fetched for it.
+
+    What only tensors tell is taken as the configuration says: whether there is an embedding or a head of its own, and whether
+    the confidence head has a bias. Raises CheckpointError, EnvironmentMissingError as `read_drafter` does.
+    """
+    folder = locate(source, revision, with_weights=False)
+    config, where = _read_config(folder), str(folder / "config.json")
+    rank = config.markov_rank or 0
+    return DrafterSpec(
+        decoder=decoder_spec(config, "qwen3", where),
+        gamma=config.block_size,
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=_taps(config, where),
+        markov_rank=rank,
+        markov_head_type=config.markov_head_type or "vanilla",
+        has_confidence_head=bool(config.enable_confidence_head),
+        has_confidence_bias=False,
+        is_confidence_with_markov=bool(config.confidence_head_with_markov),
+        has_own_embedding=False,
+        has_own_head=False,
+        num_target_layers=config.num_target_layers,
+    )
+
+
+def _read_config(folder: Path) -> DrafterConfig:
+    if folder.is_file():
+        raise CheckpointError(f"{folder}: drafters are read from Hugging Face folders and hub ids, found a GGUF file")
+    where = str(folder / "config.json")
+    values = read_json(folder / "config.json")
+    refuse_other_formats(values, where)
+    refuse_unsupported(values, where, is_causal=False)
+    return parse(DrafterConfig, values, where, _HINTS)
+
+
+def _taps(config: DrafterConfig, where: str) -> tuple[int, ...]:
     taps = tuple(config.target_layer_ids)
     if list(taps) != sorted(set(taps)):
         raise CheckpointError(
             f"{where}: target_layer_ids {list(taps)} are not strictly increasing; the columns of fc follow their "
             "order, so they must be written as trained"
         )
+    return taps
+
+
+def _spec(config: DrafterConfig, weights: SafetensorsStore, where: str) -> DrafterSpec:
+    names = weights.names()
+    taps = _taps(config, where)
     rank = _markov_rank(config, weights, where)
     has_confidence = _agrees(
         bool(config.enable_confidence_head), _CONFIDENCE in names, "enable_confidence_head", _CONFIDENCE, where

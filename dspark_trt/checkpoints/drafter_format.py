@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dspark_trt.checkpoints.config import architectures_of
 from dspark_trt.errors import CheckpointError
 
 ARCHITECTURE = "Qwen3DSparkModel"
@@ -40,7 +41,7 @@ def refuse_other_formats(values: dict[str, Any], where: str) -> None:
 
 
 def _other_format(values: dict[str, Any]) -> str | None:
-    architecture = " ".join(map(str, values.get("architectures") or ["none"]))
+    architecture = " ".join(architectures_of(values) or ["none"])
     if "speculators_model_type" in values or "speculators_config" in values or "DSparkSpeculator" in architecture:
         return "the speculators format (layer ids counted from the embedding, reduced draft vocabulary)"
     if "Eagle" in architecture or "ttt_length" in values:

@@ -17,6 +17,7 @@ import numpy as np
 from dspark_trt.checkpoints.config import eos_token_ids
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
 from dspark_trt.checkpoints.layout import HEAD, check_tensors, check_token_ids, target_shapes
+from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import yarn_mscale
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec, TargetCheckpoint, TargetSpec, WeightStore
 from dspark_trt.errors import CheckpointError
@@ -52,6 +53,7 @@ _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 def open_gguf(path: Path) -> Any:
     """A gguf.GGUFReader. Raises CheckpointError for a truncated file, another format or one part of a split model."""
+    check_file(path)
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as error:

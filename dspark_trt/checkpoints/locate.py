@@ -21,12 +21,22 @@ _WEIGHT_PATTERNS = (SINGLE_FILE, "model-*.safetensors", INDEX_FILE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def locate(source: str, revision: str | None = None) -> Path:
+def locate(source: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
     """The folder or the .gguf file that `source` means; a hub id is downloaded into the hub's cache (or found there).
 
-    Raises CheckpointError when there is no such checkpoint, EnvironmentMissingError when the hub cannot be reached and
-    the cache does not hold the checkpoint.
+    Without weights, only the small files are downloaded: enough to say whether the rest is worth it.
+
+    Raises CheckpointError when there is no such checkpoint, EnvironmentMissingError when the hub cannot be reached and the
+    cache does not hold the checkpoint.
     """
+    path = locate_here(source, revision)
+    if path is not None:
+        return path
+    return _download(source, revision, TEXT_FILES if not with_weights else (*TEXT_FILES, *_WEIGHT_PATTERNS))
+
+
+def locate_here(source: str, revision: str | None = None) -> Path | None:
+    """The local path that `source` means; None for what can only be a hub id. Raises CheckpointError when it is neither."""
     path = Path(source).expanduser()
     if path.exists():
         if revision is not None:
@@ -42,7 +52,7 @@ def locate(source: str, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"{source} does not exist; give a checkpoint folder, a .gguf file or a hub id (owner/name)"
         )
-    return _download(source, revision)
+    return None
 
 
 def source_files(path: Path) -> tuple[Path, ...]:
@@ -53,7 +63,7 @@ def source_files(path: Path) -> tuple[Path, ...]:
     return (*(path / name for name in (*TEXT_FILES, *index) if (path / name).is_file()), *shard_files(path))
 
 
-def _download(repository: str, revision: str | None) -> Path:
+def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     http_error: Any = errors.HfHubHTTPError.__mro__[
@@ -61,7 +71,7 @@ def _download(repository: str, revision: str | None) -> Path:
     ]  # HTTPError of httpx, under whichever name the hub client ships it
     name = f"hub model {repository}" + (f" at revision {revision}" if revision else "")
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=[*TEXT_FILES, *_WEIGHT_PATTERNS]))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
     except errors.GatedRepoError:
         raise CheckpointError(f"{name} is gated: accept its terms on the hub, then run `hf auth login`") from None
     except errors.RevisionNotFoundError:

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.config import read_json
+from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.spec import TensorInfo
 from dspark_trt.errors import CheckpointError
 
@@ -128,6 +129,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
+    check_file(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)

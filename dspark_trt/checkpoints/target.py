@@ -10,6 +10,7 @@ from dspark_trt.checkpoints.config import (
     DecoderConfig,
     Family,
     GenerationConfig,
+    architectures_of,
     decoder_spec,
     eos_token_ids,
     parse,
@@ -39,18 +40,22 @@ def read_target(source: str, revision: str | None = None) -> TargetCheckpoint:
     return read_gguf_target(path) if path.is_file() else _read_folder(path)
 
 
-def _read_folder(folder: Path) -> TargetCheckpoint:
+def read_target_spec(source: str, revision: str | None = None) -> TargetSpec:
+    """What the target's configuration alone says; of a hub id no weight is fetched for it.
+
+    Raises CheckpointError, EnvironmentMissingError as `read_target` does.
+    """
+    path = locate(source, revision, with_weights=False)
+    return read_gguf_target(path).spec if path.is_file() else _spec(path)
+
+
+def _spec(folder: Path) -> TargetSpec:
     where = str(folder / "config.json")
     values = read_json(folder / "config.json")
     family = _family(values, where)
     refuse_unsupported(values, where, is_causal=True)
     config = parse(DecoderConfig, values, where)
     generation = read_generation_config(folder)
-    weights = open_safetensors(folder, lambda name: name.removeprefix("model."))
-    # Old Llama exports store the rotary frequencies, which follow from the configuration.
-    weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
-    if config.tie_word_embeddings:
-        weights = _without_tied_head(weights, where)
     spec = TargetSpec(
         family=family,
         decoder=decoder_spec(config, family, where),
@@ -59,8 +64,18 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
         bos_token_id=config.bos_token_id,
         generation_defaults=generation.defaults(),
     )
-    check_tensors(weights, target_shapes(spec), str(folder))
     check_token_ids(spec, where)
+    return spec
+
+
+def _read_folder(folder: Path) -> TargetCheckpoint:
+    spec = _spec(folder)
+    weights = open_safetensors(folder, lambda name: name.removeprefix("model."))
+    # Old Llama exports store the rotary frequencies, which follow from the configuration.
+    weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
+    if spec.is_head_tied:
+        weights = _without_tied_head(weights, str(folder / "config.json"))
+    check_tensors(weights, target_shapes(spec), str(folder))
     return TargetCheckpoint(spec, weights, source_files(folder))
 
 
@@ -77,7 +92,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def _family(values: dict[str, Any], where: str) -> Family:
-    family, architectures = values.get("model_type"), values.get("architectures")
+    family, architectures = values.get("model_type"), architectures_of(values)
     if family not in _ARCHITECTURES:
         raise CheckpointError(
             f"{where}: model_type {family!r} is not a supported target family; expected "

@@ -13,6 +13,7 @@ from dspark_trt.checkpoints.config import eos_token_ids, read_json
 from dspark_trt.checkpoints.gguf_target import gguf_eos_token_ids, open_gguf
 from dspark_trt.checkpoints.gguf_tokenizer import gguf_chat_template, gguf_special_tokens, gguf_tokenizer
 from dspark_trt.checkpoints.locate import locate
+from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.errors import CheckpointError
 from dspark_trt.files import replace_folder
 from dspark_trt.text import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec, TextSettings
@@ -101,6 +102,7 @@ def _content(token: Any) -> str:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / TEMPLATE_FILE
     if file.is_file():
+        check_file(file)
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if not isinstance(template, list):

@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
+from dspark_trt.commands.options import AsJson, BuildFolder, command
 from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.calibration.file import CALIBRATION_FILE
 from dspark_trt.errors import ManifestError
+from dspark_trt.steptable.table import StepTable
 
 _DEPENDS = "exact with respect to its own verification distribution; greedy text can depend on the schedule"
 NUMERIC_NOTES: dict[Precision | None, str] = {
@@ -24,6 +28,22 @@ NUMERIC_NOTES: dict[Precision | None, str] = {
 }
 
 
+@command()
+def inspect(
+    folder: BuildFolder,
+    as_json: AsJson = False,
+    verify: Annotated[bool, typer.Option(help="Hash every file again.")] = False,
+) -> None:
+    """Say what a build directory holds and whether its chain is intact."""
+    from dspark_trt.commands import report
+
+    description = inspect_build(folder, verify=verify)
+    if as_json:
+        report.print_json(description)
+    else:
+        report.print_build(description)
+
+
 def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     """A JSON-ready description of the build in `folder`.
 
@@ -32,6 +52,7 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     summary, stages = read_finished(folder)
     for name, manifest in stages.items():
         check_outputs(folder / name, manifest, verify=verify)
+    StepTable.load(folder / "steptable" / "step_table.json")  # refuses what no measurement gives
     engine = read_engine_settings(folder)
     return {
         "folder": str(folder),

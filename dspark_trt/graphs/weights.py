@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -32,6 +33,9 @@ _ALIGNMENT_BYTES = 4096  # of a tensor in our own file: a page, so that it can b
 _CHUNK_ELEMENTS = 1 << 24
 # the types that a weight can be beyond
 _LARGEST = {NUMPY_TYPES["float16"]: "65504", NUMPY_TYPES["bfloat16"]: "3.3895e+38"}
+
+
+_READABLE = stat.S_IRGRP | stat.S_IROTH
 
 
 class TensorSource(Protocol):
@@ -162,12 +166,22 @@ class WeightFolder:
         if source not in self._links:
             location = f"{self._prefix}-{len(self._links)}{source.suffix}"
             try:
+                _check_readable_by_others(source)
                 os.link(source, self._folder / location)
             except OSError:  # another file system, a file of another owner, or no links at all
                 self._links[source] = None
             else:
                 self._links[source] = location
         return self._links[source]
+
+
+def _check_readable_by_others(source: Path) -> None:
+    """A link shares its file's mode: weights that only their owner reads are copied, as a server may run as another user.
+
+    Raises PermissionError.
+    """
+    if source.stat().st_mode & _READABLE != _READABLE:
+        raise PermissionError(f"{source} is for its owner alone")
 
 
 class PlacedWeights:

@@ -21,7 +21,7 @@ from dspark_trt.building.manifest import STAGE_NAMES
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.target import read_target
-from dspark_trt.commands.generate import generate
+from dspark_trt.commands.generation import generate
 from dspark_trt.commands.inspect import inspect_build
 from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch, SelectedOutput, TargetBatch
 from dspark_trt.contract.scheduler import SchedulerConfig

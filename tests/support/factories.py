@@ -304,12 +304,14 @@ def _save(folder: Path, tensors: Tensors, dtype: str, shards: int) -> None:
     tensors = {name: np.ascontiguousarray(tensor.astype(DTYPES[dtype])) for name, tensor in tensors.items()}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # as a download is; safetensors writes for the owner alone
         return
     names = sorted(tensors)
     weight_map = {name: f"model-{1 + i % shards:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(names)}
     for file in set(weight_map.values()):
         part = {name: tensors[name] for name in names if weight_map[name] == file}
         save_file(part, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)
     total = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 

@@ -18,6 +18,7 @@ from dspark_trt_plugins.trt_plugin import FULL, MINIMUM_VERSION, RTX, load_tenso
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import get_logger
+from dspark_trt.machine.packages import install_extra
 
 logger = get_logger(__name__)
 
@@ -45,9 +46,7 @@ class LibraryFacts:
 
 LIBRARIES: Mapping[Library, LibraryFacts] = {
     "tensorrt": LibraryFacts('pip install "tensorrt>=11.1"', MINIMUM_VERSION, takes_sms=False, has_timing_cache=True),
-    "tensorrt_rtx": LibraryFacts(
-        "pip install 'dspark-trt[tensorrt-rtx]'", (1, 7), takes_sms=True, has_timing_cache=False
-    ),
+    "tensorrt_rtx": LibraryFacts(install_extra("tensorrt-rtx"), (1, 7), takes_sms=True, has_timing_cache=False),
 }
 assert set(LIBRARIES) == {FULL, RTX}
 

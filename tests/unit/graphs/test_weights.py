@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,23 @@ def test_where_links_are_impossible_the_weights_are_written(
     (weights,) = write(float32_target, tmp_path / "written")
     assert weights.stat().st_nlink == 1
     np.testing.assert_array_equal(logits(tmp_path / "written"), logits(tmp_path / "linked"))
+
+
+def test_weights_that_only_their_owner_may_read_are_not_linked(float32_target: Path, tmp_path: Path) -> None:
+    """A server in a container runs as another user, and a link has the mode of its file."""
+    source = Path(shutil.copytree(float32_target, tmp_path / "private"))
+    for file in source.glob("*.safetensors"):
+        file.chmod(0o600)
+    (weights,) = write(source, tmp_path / "graphs")
+    assert weights.stat().st_nlink == 1
+    assert weights.stat().st_mode & 0o044 == 0o044 & ~current_umask()
+    assert {file.stat().st_mode & 0o777 for file in source.glob("*.safetensors")} == {0o600}
+
+
+def current_umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def test_bfloat16_weights_are_widened_once_into_an_aligned_file(tmp_path: Path) -> None:
