@@ -11,9 +11,9 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
-from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig

@@ -66,7 +66,8 @@ def choose_backend(recipe: BuildRecipe) -> BackendChoice:
 
 
 def _best(recipe: BuildRecipe) -> tuple[Backend, str]:
-    """The best backend that has the precision asked for, and why it is that one: where a GPU stays unused, a warning."""
+    """The best backend that has the precision asked for, and why it is that one: where a GPU stays unused, a
+    warning."""
     if recipe.precision in PRECISIONS["onnxruntime"]:
         return "onnxruntime", f"engines of {recipe.precision} are made by onnxruntime only"
     gpu = look_for_gpu()

@@ -1,10 +1,11 @@
-"""Chooses the drafter's form at build: the one whose blocks, as timed here, bring the most expected tokens a millisecond.
+"""Chooses the drafter's form at build: the one whose blocks, as timed here, bring the most expected tokens a
+millisecond.
 
 It changes what is proposed, never what is accepted. Source: paper section 3.2.2 (expected throughput); FR-Spec (arXiv
 2502.14856) for draft vocabularies.
 
-What a smaller vocabulary loses is counted: the share of accepted drafts, of prompts decoded with the whole one, whose id it
-lacks. Ids are ranked by how often the target itself wrote them, then by id, since merge order is a good prior.
+What a smaller vocabulary loses is counted: the share of accepted drafts, of prompts decoded with the whole one, whose
+id it lacks. Ids are ranked by how often the target itself wrote them, then by id, since merge order is a good prior.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.calibration.record import Recorder
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm, DrafterPrecision
+from dspark_trt.contract.drafter_form import DrafterForm, DrafterPrecision
 from dspark_trt.contract.protocol import DraftBatch, DraftEngine
 from dspark_trt.log import Progress, get_logger
 
@@ -61,9 +61,8 @@ def evidence_of(recorder: Recorder, *, gamma: int, vocab_size: int, plain_ms: di
     """Rank by the blocks of one half of the prompts, look at acceptance in the other half."""
     recording = recorder.recording(gamma)
     ranks = recording.groups % 2 == 0
-    counts = np.bincount(recording.draft_ids[ranks].ravel(), minlength=vocab_size).astype(np.float64)
-    for token_id, count in recorder.token_counts.items():
-        counts[token_id] += count
+    written = np.concatenate((recording.draft_ids[ranks].ravel(), recording.target_ids[ranks]))
+    counts = np.bincount(written, minlength=vocab_size)
     # an id that was never written comes behind those that were, by its own number
     ranked = np.lexsort((np.arange(vocab_size), -counts))
     survival = np.cumprod(recording.acceptance, axis=1)
@@ -156,8 +155,3 @@ def _time_draft(engine: DraftEngine, num_requests: int) -> float:
         engine.draft(batch)
         times.append((time.perf_counter() - started) * 1e3)
     return statistics.median(times[1:])
-
-
-def plain_form(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> DrafterForm:
-    """The form that nothing has to be measured for."""
-    return PLAIN_DRAFTER

@@ -67,8 +67,8 @@ def check_servable(build: Path, scheduler: SchedulerConfig | None = None) -> Non
     Args:
         scheduler: the one asked for; None: the build's own.
 
-    Raises ManifestError when the build is unfinished, incomplete or edited, EnvironmentMissingError when its engines are for
-    another machine, RecipeError when the scheduler does not go with the drafter.
+    Raises ManifestError when the build is unfinished, incomplete or edited, EnvironmentMissingError when its engines
+    are for another machine, RecipeError when the scheduler does not go with the drafter.
     """
     stages = read_finished(build)[1]
     check_device(build)

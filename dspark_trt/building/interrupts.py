@@ -16,9 +16,9 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def deferred_interrupt() -> Iterator[Callable[[], None]]:
     """Within the block no signal that ends the program is heard; the yielded function hears it where it is wanted.
 
-    At the end of the block it is heard in any case, also in place of what the block ends with: the handler that was there is
-    called, and raises. Signals reach the main thread only: in another the block changes nothing, and neither does it where
-    no Python function handles a signal.
+    At the end of the block it is heard in any case, also in place of what the block ends with: the handler that was
+    there is called, and raises. Signals reach the main thread only: in another the block changes nothing, and neither
+    does it where no Python function handles a signal.
     """
     noted: list[tuple[int, FrameType | None]] = []
     handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}

@@ -12,7 +12,8 @@ def check_recipe(recipe: BuildRecipe) -> None:
     """What a recipe says by itself. Raises RecipeError."""
     if recipe.max_batch_tokens < recipe.max_slots:
         raise RecipeError(
-            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not hold one "
+            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not "
+            f"hold one "
             "token of every request; raise --max-batch-tokens or lower --max-slots"
         )
     if recipe.calibration is not None:
@@ -20,7 +21,8 @@ def check_recipe(recipe: BuildRecipe) -> None:
             recipe.calibration.open("rb").close()
         except OSError as error:
             raise RecipeError(
-                f"calibration: {recipe.calibration} cannot be read ({error.strerror}); give a file that a build wrote, or "
+                f"calibration: {recipe.calibration} cannot be read ({error.strerror}); give a file that a build "
+                f"wrote, or "
                 "leave --calibration out"
             ) from None
 

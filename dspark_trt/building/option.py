@@ -55,7 +55,8 @@ def options_table(model: type[BaseModel]) -> Iterator[str]:
 
 
 def with_flags(message: str, model: type[BaseModel], names: Iterator[str] | set[str]) -> str:
-    """`message` with the field that it begins with, where it is one of `names`, called as the option that it came by."""
+    """`message` with the field that it begins with, where it is one of `names`, called as the option that it came
+    by."""
     found = re.match(r"(\w+)(?=[:.\[ ])", message)
     if found is None or found[1] not in set(names) or found[1] not in model.model_fields:
         return message

@@ -60,11 +60,18 @@ class BuildPlan:
         recipe, drafter = self.recipe, self.drafter
         return {
             "target": f"{recipe.target}: {self.target.family}, {_decoder(self.target.decoder)}",
-            "drafter": f"{recipe.drafter}: gamma {drafter.gamma}, taps {list(drafter.target_layer_ids)}, {_decoder(drafter.decoder)}",
+            "drafter": (
+                f"{recipe.drafter}: gamma {drafter.gamma}, taps {list(drafter.target_layer_ids)}, "
+                f"{_decoder(drafter.decoder)}"
+            ),
             "backend": f"{recipe.backend}, {recipe.precision}: {self.reason}",
-            "limits": f"{recipe.max_slots} slots, {self.max_seq_len} positions, {recipe.max_batch_tokens} tokens a step",
+            "limits": (
+                f"{recipe.max_slots} slots, {self.max_seq_len} positions, {recipe.max_batch_tokens} tokens a step"
+            ),
             "scheduler": recipe.scheduler,
-            "memory": f"{_gb(self.memory_bytes)}: {_gb(self.weight_bytes)} weights, {_gb(self.kv_bytes)} KV of all slots",
+            "memory": (
+                f"{_gb(self.memory_bytes)}: {_gb(self.weight_bytes)} weights, {_gb(self.kv_bytes)} KV of all slots"
+            ),
             "disk": f"{_gb(self.disk_bytes)} at most, in {self.output}",
             "time": f"about {math.ceil(self.seconds / 60)} min (a guess)",
         }
@@ -86,8 +93,8 @@ class BuildPlan:
 def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
     """Check all that can be checked before the work begins.
 
-    Raises RecipeError, CheckpointError, PairingError, ExportError, EnvironmentMissingError as the build would; CapacityError
-    where memory or disk do not hold it.
+    Raises RecipeError, CheckpointError, PairingError, ExportError, EnvironmentMissingError as the build would;
+    CapacityError where memory or disk do not hold it.
     """
     check_recipe(recipe)
     choice = choose_backend(recipe)
@@ -149,8 +156,10 @@ def _check_memory(plan: BuildPlan) -> None:
     available = gpu.memory_bytes if is_on_device and isinstance(gpu, Gpu) else cpu.memory_bytes()
     if plan.memory_bytes > available:
         raise CapacityError(
-            f"memory: the engines need {_gb(plan.memory_bytes)} ({_gb(plan.weight_bytes)} weights, {_gb(plan.kv_bytes)} KV of "
-            f"{plan.recipe.max_slots} slots of {plan.max_seq_len} positions), found {_gb(available)}; lower --max-slots or "
+            f"memory: the engines need {_gb(plan.memory_bytes)} ({_gb(plan.weight_bytes)} weights, "
+            f"{_gb(plan.kv_bytes)} KV of "
+            f"{plan.recipe.max_slots} slots of {plan.max_seq_len} positions), found {_gb(available)}; lower "
+            f"--max-slots or "
             "--max-seq-len, or choose a --precision of fewer bytes"
         )
 
@@ -163,7 +172,8 @@ def _check_disk(plan: BuildPlan) -> None:
     available = shutil.disk_usage(place).free
     if plan.disk_bytes - there > available:
         raise CapacityError(
-            f"disk: the build takes up to {_gb(plan.disk_bytes)}, found {_gb(available)} free at {place}; make room, or give an "
+            f"disk: the build takes up to {_gb(plan.disk_bytes)}, found {_gb(available)} free at {place}; make room, "
+            f"or give an "
             "--output on another disk"
         )
 

@@ -1,7 +1,7 @@
 """The build recipe: everything that decides what `dspark-trt build` makes, resolved before the first stage runs.
 
-Its fields are the one declaration of the command's options: names, types, help texts and defaults; keys of recipe files;
-and the table in docs/operations.md.
+Its fields are the one declaration of the command's options: names, types, help texts and defaults; keys of recipe
+files; and the table in docs/operations.md.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class BuildRecipe(BaseModel):
     )
     precision: Annotated[Precision | None, Option(default="fp32; bf16 on a GPU")] = Field(
         default=None,
-        description="Of the engines. onnxruntime: fp32, or 8- or 4-bit weights, opt-in; tensorrt and tensorrt_rtx: bf16, fp16.",
+        description="Of the engines. onnxruntime: fp32, or 8- or 4-bit weights, opt-in; tensorrt and tensorrt_rtx: "
+        "bf16, fp16.",
     )
     compute_capabilities: Annotated[
         tuple[int, ...], Option(default="the GPU here", flag="--compute-capability", metavar="SM")
@@ -51,7 +52,8 @@ class BuildRecipe(BaseModel):
     )
     scheduler: str = Field(
         default="auto",
-        description="How verify lengths are chosen where `serve` and `generate` do not say: off, fixed, fixed:K, threshold:C, "
+        description="How verify lengths are chosen where `serve` and `generate` do not say: off, fixed, fixed:K, "
+        "threshold:C, "
         "early_stop, lagged_budget or auto.",
     )
     draft_vocab: Annotated[str | int, Option(metavar="auto|all|N")] = Field(

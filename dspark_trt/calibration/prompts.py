@@ -43,7 +43,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _parse(lines: Sequence[str], where: str) -> list[Prompt]:
-    prompts = []
+    prompts: list[Prompt] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue

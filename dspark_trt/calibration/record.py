@@ -8,7 +8,6 @@ it, which varies less than whether it was kept. It is known behind a rejection, 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +30,7 @@ class Recording:
     draft_ids: NDArray[np.int64]  # [N, G]
     is_greedy: NDArray[np.bool_]  # [N]
     groups: NDArray[np.int64]  # [N] index of the prompt
+    target_ids: NDArray[np.int64]  # [N] the target's most probable token in the first slot
 
     def __len__(self) -> int:
         return len(self.confidence_logits)
@@ -43,6 +43,7 @@ class Recording:
             self.draft_ids[rows],
             self.is_greedy[rows],
             self.groups[rows],
+            self.target_ids[rows],
         )
 
 
@@ -51,8 +52,7 @@ class Recorder:
     """Hand `on_verified` to a loop of mode `fixed` that verifies gamma drafts."""
 
     group_of: Callable[[str], int]  # prompt index of a request id
-    rows: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any], bool, int]] = field(default_factory=list)
-    token_counts: Counter[int] = field(default_factory=Counter)  # of tokens that the target would write
+    rows: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any], bool, int, int]] = field(default_factory=list)
 
     def on_verified(self, segments: Sequence[Segment], logits: Any, block: DraftBlock | None) -> None:
         """Labels of every block that was verified whole."""
@@ -75,16 +75,18 @@ class Recorder:
                 acceptance = np.where(p_d > 0, np.minimum(1.0, p_t / p_d), 0.0)
             group = self.group_of(state.request.request_id)
             greedy = is_greedy(state.params.temperature)
-            self.rows.append((block.confidence_logits[row].copy(), acceptance, drafts, greedy, group))
-            self.token_counts[int(probs[0].argmax())] += 1
+            written = int(probs[0].argmax())
+            self.rows.append((block.confidence_logits[row].copy(), acceptance, drafts, greedy, group, written))
 
     def recording(self, gamma: int) -> Recording:
         """Everything so far."""
-        logits, acceptance, drafts, greedy, groups = zip(*self.rows, strict=True) if self.rows else ([],) * 5
+        columns = zip(*self.rows, strict=True) if self.rows else ([],) * 6
+        logits, acceptance, drafts, greedy, groups, written = columns
         return Recording(
             np.array(logits, dtype=np.float32).reshape(-1, gamma),
             np.array(acceptance, dtype=np.float64).reshape(-1, gamma),
             np.array(drafts, dtype=np.int64).reshape(-1, gamma),
             np.array(greedy, dtype=np.bool_),
             np.array(groups, dtype=np.int64),
+            np.array(written, dtype=np.int64),
         )

@@ -64,8 +64,8 @@ def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = N
 def read_drafter_spec(source: str, revision: str | None = None) -> DrafterSpec:
     """What the drafter's configuration alone says; of a hub id no weight is fetched for it.
 
-    What only tensors tell is taken as the configuration says: whether there is an embedding or a head of its own, and whether
-    the confidence head has a bias. Raises CheckpointError, EnvironmentMissingError as `read_drafter` does.
+    What only tensors tell is taken as the configuration says: whether there is an embedding or a head of its own, and
+    whether the confidence head has a bias. Raises CheckpointError, EnvironmentMissingError as `read_drafter` does.
     """
     folder = locate(source, revision, with_weights=False)
     config, where = _read_config(folder), str(folder / "config.json")

@@ -26,8 +26,8 @@ def locate(source: str, revision: str | None = None, *, with_weights: bool = Tru
 
     Without weights, only the small files are downloaded: enough to say whether the rest is worth it.
 
-    Raises CheckpointError when there is no such checkpoint, EnvironmentMissingError when the hub cannot be reached and the
-    cache does not hold the checkpoint.
+    Raises CheckpointError when there is no such checkpoint, EnvironmentMissingError when the hub cannot be reached and
+    the cache does not hold the checkpoint.
     """
     path = locate_here(source, revision)
     if path is not None:
@@ -36,7 +36,8 @@ def locate(source: str, revision: str | None = None, *, with_weights: bool = Tru
 
 
 def locate_here(source: str, revision: str | None = None) -> Path | None:
-    """The local path that `source` means; None for what can only be a hub id. Raises CheckpointError when it is neither."""
+    """The local path that `source` means; None for what can only be a hub id. Raises CheckpointError when it is
+    neither."""
     path = Path(source).expanduser()
     if path.exists():
         if revision is not None:

@@ -1,4 +1,5 @@
-"""Whether a file of a checkpoint is what its name says: readable, and not what Git leaves in the place of a large file."""
+"""Whether a file of a checkpoint is what its name says: readable, and not what Git leaves in the place of a large
+file."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ def check_file(path: Path) -> None:
         return
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}); give this user the right to read it, or a copy of the checkpoint"
+            f"{path} cannot be read ({error.strerror}); give this user the right to read it, or a copy of the "
+            f"checkpoint"
         ) from None
     if head == _POINTER:
         raise CheckpointError(
-            f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in {path.parent}, or `hf download`"
+            f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in {path.parent}, or `hf "
+            f"download`"
         )

@@ -11,10 +11,10 @@ import typer
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
+from dspark_trt.calibration.file import CALIBRATION_FILE
 from dspark_trt.commands.options import AsJson, BuildFolder, command
 from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.settings import read_engine_settings
-from dspark_trt.calibration.file import CALIBRATION_FILE
 from dspark_trt.errors import ManifestError
 from dspark_trt.steptable.table import StepTable
 

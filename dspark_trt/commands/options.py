@@ -41,8 +41,8 @@ _LOG_OPTIONS = {"verbose": (Verbose, False), "log_level": (LogLevel, None), "log
 
 
 def command(model: type[BaseModel] | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The function as typer takes it. It has the log options; the options of `model` arrive as the dictionary `given`, in
-    which only what was given stands, and errors call a field by its option."""
+    """The function as typer takes it. It has the log options; the options of `model` arrive as the dictionary `given`,
+    in which only what was given stands, and errors call a field by its option."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(function, eval_str=True).parameters.values()

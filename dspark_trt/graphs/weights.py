@@ -176,7 +176,8 @@ class WeightFolder:
 
 
 def _check_readable_by_others(source: Path) -> None:
-    """A link shares its file's mode: weights that only their owner reads are copied, as a server may run as another user.
+    """A link shares its file's mode: weights that only their owner reads are copied, as a server may run as another
+    user.
 
     Raises PermissionError.
     """

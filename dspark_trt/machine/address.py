@@ -19,12 +19,14 @@ def resolve_address(text: str) -> str:
         is_ipv6 = False
     if is_ipv6:
         raise RecipeError(
-            f"--address {text}: expected an IPv4 address or a name that has one, found IPv6; bind to 127.0.0.1 and put a proxy "
+            f"--address {text}: expected an IPv4 address or a name that has one, found IPv6; bind to 127.0.0.1 and "
+            f"put a proxy "
             "before it, or to 0.0.0.0"
         )
     try:
         return str(socket.getaddrinfo(text, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError) as error:
         raise RecipeError(
-            f"--address {text}: no IPv4 address is known for it ({error}); give one such as 127.0.0.1, or 0.0.0.0 for all"
+            f"--address {text}: no IPv4 address is known for it ({error}); give one such as 127.0.0.1, or 0.0.0.0 "
+            f"for all"
         ) from None

@@ -21,7 +21,8 @@ TRITON_FIX = "pip install --no-deps triton==3.9.0"
 def install_extra(extra: str) -> str:
     """The command that installs what an extra of this package stands for.
 
-    It names the packages themselves: `dspark-trt[extra]` is on no index, and how it was installed (a clone, a wheel) is not known.
+    It names the packages themselves: `dspark-trt[extra]` is on no index, and how it was installed (a clone, a wheel)
+    is not known.
     """
     try:
         requirements = metadata.requires("dspark-trt") or []

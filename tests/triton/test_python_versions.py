@@ -1,7 +1,7 @@
 """The bundled server under every Python that it has a stub for and that is found here, and the refusal under others.
 
-Its stub drops outputs that nobody asked for without the interpreter's lock; under CPython 3.12 that ended it at the first
-answer, where the engine's model held no reference of its own.
+Its stub drops outputs that nobody asked for without the interpreter's lock; under CPython 3.12 that ended it at the
+first answer, where the engine's model held no reference of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a newcomer meets: version, help, where options may stand, and one message with the right code for each mistake."""
+"""What a newcomer meets: version, help, where options may stand, and one message with the right code for each
+mistake."""
 
 from __future__ import annotations
 
@@ -175,7 +176,10 @@ def test_signals_end_a_build_with_a_word_and_nothing_half_written(
         f"sys.argv = ['dspark-trt', 'build', *{[*pair, *LIMITS, '--output', str(output)]!r}]; "
         "from dspark_trt.cli import main; main()"
     )
-    started = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, signal.SIG_DFL); "
+    started = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, "
+        "signal.SIG_DFL); "
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", started + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -286,7 +290,10 @@ def test_output_of_the_form_that_no_shell_expands_is_in_the_home_folder(pair: li
 
 
 def test_input_that_may_not_be_read_is_not_told_to_make_room(built: Path, tmp_path: Path) -> None:
-    failing = "import dspark_trt.commands.doctor as doctor\ndef fail(): raise PermissionError(13, 'Permission denied', '/a')\ndoctor.examine = fail; "
+    failing = (
+        "import dspark_trt.commands.doctor as doctor\ndef fail(): raise PermissionError(13, 'Permission "
+        "denied', '/a')\ndoctor.examine = fail; "
+    )
     result = run("doctor", before=failing)
     assert result.returncode == 2
     assert "Permission denied: '/a'; give this user the right to it" in result.stderr
@@ -294,7 +301,10 @@ def test_input_that_may_not_be_read_is_not_told_to_make_room(built: Path, tmp_pa
 
 
 def test_full_disk_is_told_to_make_room() -> None:
-    failing = "import dspark_trt.commands.doctor as doctor\ndef fail(): raise OSError(28, 'No space left on device', '/a')\ndoctor.examine = fail; "
+    failing = (
+        "import dspark_trt.commands.doctor as doctor\ndef fail(): raise OSError(28, 'No space left on device', "
+        "'/a')\ndoctor.examine = fail; "
+    )
     assert "make room" in run("doctor", before=failing).stderr
 
 

@@ -1,4 +1,5 @@
-"""`generate --input`: one line of results for each line of prompts, a failed one failing alone, resumed where it stopped."""
+"""`generate --input`: one line of results for each line of prompts, a failed one failing alone, resumed where it
+stopped."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class _Reply:
         self._sender = sender
 
     def send(self, tensors, *, is_last):
-        # Held until the call is back: it drops outputs that nobody asked for without the interpreter's lock, and where that
+        # Held until the call is back: it drops outputs that nobody asked for without the interpreter's lock, and where
+        # that
         # is the last reference to an array the stub frees it so (a segmentation fault under CPython 3.12).
         outputs = [pb.Tensor(name, array) for name, array in tensors.items()]
         response = pb.InferenceResponse(outputs)
