@@ -11,6 +11,7 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
 from dspark_trt.contract.calibration import Calibration
@@ -89,8 +90,8 @@ def load_deployment(folder: Path) -> Deployment:
         drafter=engines.drafter,
         step=engines.step,
         step_table=StepTable.load(folder / "steptable" / "step_table.json"),
-        calibration=Calibration.from_temperatures(
-            json.loads((folder / "calibration" / "temperatures.json").read_text())["temperatures"]
-        ),
+        calibration=load_calibration(
+            folder / "calibration" / CALIBRATION_FILE, gamma=engines.drafter.gamma
+        ).calibration,
         codec=TextCodec.load(checkpoints / "tokenizer"),
     )

@@ -123,6 +123,10 @@ class TextCodec:
         """The ids of a rendered chat; the template writes BOS itself, so none is added."""
         return self._ids(self.render_chat(messages, **kwargs), add_special_tokens=False)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """One user turn of a chat where the model has a template, else plain text."""
+        return self.encode(text) if self._template is None else self.encode_chat([{"role": "user", "content": text}])
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; an incomplete UTF-8 character at an end becomes U+FFFD, an id that is no token nothing."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))

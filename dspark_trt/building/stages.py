@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.building.context import Context
+from dspark_trt.building.drafter_graphs import write_drafter
 from dspark_trt.building.interrupts import deferred_interrupt
+from dspark_trt.calibration.file import CALIBRATION_FILE
+from dspark_trt.calibration.prompts import packaged_prompts
+from dspark_trt.calibration.run import calibrate
 from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
-from dspark_trt.contract.drafter_form import DrafterForm
+from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import open_engines
 from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
-from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.files import check_limits
 from dspark_trt.graphs.heads import check_top_n
 from dspark_trt.graphs.select import write_select_graph
@@ -28,10 +32,13 @@ from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
 from dspark_trt.packaging.model_repo import write_model_repo
+from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from dspark_trt.steptable.profile import profile
+from dspark_trt.text import TextCodec
 
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
 NUM_WARM_UPS_ON_A_DEVICE = 3
+CALIBRATION_BUDGET_S = 45.0
 _TIMED = ("onnxruntime", *DEVICE_DISTRIBUTIONS)  # packages whose versions step times depend on
 # DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
 DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
@@ -90,16 +97,8 @@ def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
         precision=precision,
         attention="standard" if is_on_device else "gqa",
     )
-    progress(0.8)
-    write_drafter_graphs(
-        target,
-        drafter,
-        folder,
-        limits=limits,
-        precision=precision,
-        attention="standard" if is_on_device else "drafter",
-        form=DrafterForm(markov_top_n=context.recipe.markov_top_n or 0),
-    )
+    progress(0.3)
+    write_drafter(context, folder, lambda fraction: progress(0.3 + 0.7 * fraction))
     if is_on_device:
         write_select_graph(drafter.spec, folder, limits=limits, precision=precision)
 
@@ -161,8 +160,32 @@ def _measured_on(context: Context) -> dict[str, Any]:
 
 
 def _make_calibration(context: Context, folder: Path, progress: Progress) -> None:
+    """Confidences of held-out prompts, measured on the engines that serve."""
     gamma = context.drafter.spec.gamma
-    _write_json(folder / "temperatures.json", {"kind": "neutral", "temperatures": [1.0] * gamma})
+    engines = open_engines(context.output)
+    codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
+
+    def make_loop(scheduler: SchedulerConfig, on_verified: OnVerified) -> DecodingLoop:
+        return DecodingLoop(
+            target=engines.target,
+            drafter=engines.drafter,
+            step_table=None,
+            calibration=Calibration.from_temperatures([1.0] * gamma),
+            eos_token_ids=context.target.spec.eos_token_ids,
+            decode=codec.decode,
+            scheduler=scheduler,
+            on_verified=on_verified,
+        )
+
+    calibrate(
+        make_loop,
+        codec.encode_prompt,
+        packaged_prompts(),
+        gamma=gamma,
+        budget_s=CALIBRATION_BUDGET_S,
+        max_seq_len=context.limits.max_seq_len,
+        progress=progress,
+    ).save(folder / CALIBRATION_FILE)
 
 
 def _make_model_repo(context: Context, folder: Path, progress: Progress) -> None:
@@ -199,7 +222,9 @@ STAGES = (
         settings=lambda context: {
             "precision": context.precision,
             "limits": asdict(context.limits),
-            "markov_top_n": context.recipe.markov_top_n or 0,
+            "draft_vocab": context.recipe.draft_vocab,
+            "drafter_precision": context.recipe.drafter_precision,
+            "markov_top_n": context.recipe.markov_top_n,
             "is_on_device": context.is_on_device,
         },
         make=_make_graphs,
@@ -225,8 +250,8 @@ STAGES = (
     Stage(
         name="calibration",
         predecessors=("engines",),
-        packages=lambda context: (),
-        settings=lambda context: {"kind": "neutral"},
+        packages=lambda context: ("dspark_trt.calibration",),
+        settings=lambda context: {"budget_s": CALIBRATION_BUDGET_S},
         make=_make_calibration,
     ),
     Stage(

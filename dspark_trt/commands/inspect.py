@@ -11,6 +11,7 @@ import typer
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
+from dspark_trt.calibration.file import CALIBRATION_FILE
 from dspark_trt.commands.options import AsJson, BuildFolder, command
 from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.settings import read_engine_settings
@@ -62,7 +63,7 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         "engine": engine.model_dump(mode="json"),
         "device": engine.device,
         "step_table": _read_json(folder / "steptable" / "step_table.json"),
-        "calibration": _read_json(folder / "calibration" / "temperatures.json"),
+        "calibration": _read_json(folder / "calibration" / CALIBRATION_FILE),
         "stages": {
             name: {
                 "key": manifest.key,

@@ -181,13 +181,17 @@ def _head(drafter: dict[str, Any]) -> str:
 
 
 def _step_table(data: dict[str, Any]) -> Table:
-    shown = [index for index, tokens in enumerate(data["batch_tokens"]) if tokens & (tokens - 1) == 0]
-    table = Table(title="step table: milliseconds by requests and batch_tokens", title_justify="left", box=None)
+    """Steps with 0, 1, 2, 4 ... extra tokens at the first context depth, and blocks of every slot count."""
+    shown = [at for at, extra in enumerate(data["extra_tokens"]) if extra & (extra - 1) == 0]
+    depth = data["context_tokens"][0]
+    table = Table(title=f"step table: milliseconds at {depth} positions", title_justify="left", box=None)
     table.add_column("requests", justify="right")
-    for index in shown:
-        table.add_column(str(data["batch_tokens"][index]), justify="right")
-    table.add_column("draft", justify="right")
-    for requests, row, draft in zip(data["num_requests"], data["step_ms"], data["draft_ms"], strict=True):
-        cells = ["" if row[index] is None else f"{row[index]:.1f}" for index in shown]
-        table.add_row(str(requests), *cells, f"{draft:.1f}")
+    for at in shown:
+        table.add_column(f"+{data['extra_tokens'][at]}" if data["extra_tokens"][at] else "plain", justify="right")
+    for slots in data["num_slots"]:
+        table.add_column(f"draft {slots}", justify="right")
+    rows = zip(data["num_requests"], data["step_ms"][0], data["draft_ms"][0], strict=True)
+    for requests, steps, drafts in rows:
+        cells = ["" if steps[at] is None else f"{steps[at]:.1f}" for at in shown]
+        table.add_row(str(requests), *cells, *(f"{ms:.1f}" for ms in drafts))
     return table

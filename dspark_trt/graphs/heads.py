@@ -62,8 +62,8 @@ def emit_markov_head(
 
 
 def _emit_margin(builder: GraphBuilder) -> None:
-    """Largest minus second largest draft logit of each slot, [R, n]: what a drafter without a head knows of its
-    odds."""
+    """Largest minus second largest draft logit of each slot, [R, n]:
+    what a drafter without a head knows of its odds."""
     values, _ = builder.multi_op("TopK", bindings.DRAFT_LOGITS, builder.vector(2), outputs=(None, None), axis=-1)
     largest = builder.op("Gather", values, builder.scalar(0), axis=2)
     builder.op(
