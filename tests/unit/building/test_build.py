@@ -141,7 +141,7 @@ def test_leftovers_of_a_killed_build_are_cleared(recipe: BuildRecipe, copied: Pa
 
 def test_moved_directory_still_loads(finished: Path, copied: Path) -> None:
     deployment = load_deployment(copied)
-    assert deployment.drafter.gamma == len(deployment.temperatures)
+    assert deployment.drafter.gamma == deployment.calibration.gamma
 
 
 def test_stage_of_another_build_is_refused(recipe: BuildRecipe, copied: Path, tmp_path: Path) -> None:
