@@ -1,7 +1,7 @@
 """Markov and confidence heads in PyTorch, written on their own so that they and the plugin's reference check each
 other.
 
-Shape letters: `R` requests, `G` gamma, `V` vocabulary, `D` hidden, `r` Markov rank.
+Shape letters: `R` requests, `G` slots drafted (at most gamma), `V` vocabulary, `D` hidden, `r` Markov rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReferenceHeads:
         confidence_logits = torch.empty_like(uniforms) if spec.has_confidence_head else None
         state = hidden.new_zeros(len(anchor_ids), spec.markov_rank)
         previous = anchor_ids
-        for slot in range(spec.gamma):
+        for slot in range(base_logits.shape[1]):
             h = hidden[:, slot]
             logits = base_logits[:, slot]
             if spec.markov_rank:

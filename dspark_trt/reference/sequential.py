@@ -57,6 +57,9 @@ class SequentialStage:
             drawn = self._on_cpu.draft(base_logits.float(), hidden.float(), *(tensors[name] for name in names))
             for output, value in zip(outputs.values(), drawn, strict=False):  # confidences are last, and may be absent
                 output.copy_(value)
+        if bindings.CONFIDENCE_LOGITS not in outputs:  # without a head: the margin, as the draft graph gives it
+            largest = tensors[bindings.DRAFT_LOGITS].topk(2, dim=-1).values
+            tensors[bindings.CONFIDENCE_LOGITS].copy_(largest[..., 0] - largest[..., 1])
 
 
 class TorchSelectSession:

@@ -20,6 +20,7 @@ from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.bindings import TARGET_GRAPH
 from dspark_trt.contract.dims import Attention
+from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeDraftEngine, OnnxRuntimeSettings, OnnxRuntimeTargetEngine
@@ -143,6 +144,7 @@ def open_pair(
     precision: Precision = "fp32",
     is_standard: bool = False,
     twin: bool = False,
+    form: DrafterForm = PLAIN_DRAFTER,
 ) -> tuple[OnnxRuntimeTargetEngine, OnnxRuntimeDraftEngine]:
     """Write all graphs and open both engines."""
     engine = open_target(
@@ -162,6 +164,7 @@ def open_pair(
         precision=precision,
         attention="standard" if is_standard else "drafter",
         twin=twin,
+        form=form,
     )
     return engine, OnnxRuntimeDraftEngine(graphs, SETTINGS)
 

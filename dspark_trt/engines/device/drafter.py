@@ -25,7 +25,7 @@ from dspark_trt.engines.device.cache import DeviceCache
 from dspark_trt.engines.device.calls import group_arrays, to_int64
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
-from dspark_trt.engines.device.select import CERTAIN_LOGIT, VERIFY_LEN, select_layout
+from dspark_trt.engines.device.select import VERIFY_LEN, select_layout
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.row_groups import Int64, positions, row_group
 
@@ -164,10 +164,7 @@ class DeviceDraftEngine:
         self.cache.prepare(call.rows, call.past_lengths, self.gamma)
         self._draft_calls(call.shape, lambda: self._draft_tensors(call))
         small, count = self.fetched.tensors, len(call.rows)
-        if self.dims.has_confidence_head:
-            confidence_logits = small[bindings.CONFIDENCE_LOGITS][:count]
-        else:
-            confidence_logits = torch.full((count, self.gamma), CERTAIN_LOGIT, device=self.device)
+        confidence_logits = small[bindings.CONFIDENCE_LOGITS][:count]
         return DraftOutput(small[bindings.DRAFT_IDS][:count], self._draft_logits[:count], confidence_logits)
 
     def _draft_tensors(self, call: DraftCall) -> Tensors:
