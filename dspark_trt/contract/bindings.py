@@ -37,7 +37,7 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | draft_logits | float32 [R, G, V] |
 | | confidence_logits | float32 [R, G], absent without a confidence head |
 | all | {cache}.out | the cache of that name, written in place |
-| select | | inputs and outputs of `dspark::PrefixSelect` in `lagged_budget`, by their names (plugins/prefix_select/README.md) |
+| select | | inputs and outputs of `dspark::PrefixSelect`, by their names (plugins/prefix_select/README.md) |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 """
 
@@ -208,7 +208,7 @@ def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
 
 def select_form(dims: DrafterDims) -> PrefixSelectForm:
     """The selection that runs between draft and verification on a device, where K is known beforehand."""
-    return PrefixSelectForm(dims.gamma, "lagged_budget")
+    return PrefixSelectForm(dims.gamma)
 
 
 def select_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
