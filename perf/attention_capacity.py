@@ -95,8 +95,8 @@ def checkpoints() -> tuple[TargetCheckpoint, DrafterCheckpoint]:
         has_own_head=False,
     )
     return (
-        TargetCheckpoint(target, RandomWeights(target_shapes(target)), ()),
-        DrafterCheckpoint(drafter, RandomWeights(drafter_shapes(drafter)), ()),
+        TargetCheckpoint(target, RandomWeights(target_shapes(target))),
+        DrafterCheckpoint(drafter, RandomWeights(drafter_shapes(drafter))),
     )
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, read_json, refuse_unsupported
 from dspark_trt.checkpoints.drafter_format import refuse_other_formats
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes, is_equal
-from dspark_trt.checkpoints.locate import locate, source_files
+from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, MarkovHeadType, TargetCheckpoint
 from dspark_trt.errors import CheckpointError
@@ -61,7 +61,7 @@ def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = N
     weights = _without_shared(weights, target)
     spec = _spec(config, weights, where)
     check_tensors(weights, drafter_shapes(spec), str(folder))
-    return DrafterCheckpoint(spec, weights, source_files(folder))
+    return DrafterCheckpoint(spec, weights)
 
 
 def _spec(config: DrafterConfig, weights: SafetensorsStore, where: str) -> DrafterSpec:

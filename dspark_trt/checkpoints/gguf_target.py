@@ -17,7 +17,7 @@ import numpy as np
 from dspark_trt.checkpoints.config import eos_token_ids
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
 from dspark_trt.checkpoints.layout import HEAD, check_tensors, check_token_ids, target_shapes
-from dspark_trt.checkpoints.rope import yarn_mscale
+from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies, yarn_mscale
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec, TargetCheckpoint, TargetSpec, WeightStore
 from dspark_trt.errors import CheckpointError
 
@@ -91,7 +91,7 @@ def read_gguf_target(path: Path) -> TargetCheckpoint:
     weights: WeightStore = GgufStore(path, tensors, _permuted_heads(spec, tensors))
     check_tensors(weights, target_shapes(spec), str(path))
     check_token_ids(spec, str(path))
-    return TargetCheckpoint(spec, weights, (path,))
+    return TargetCheckpoint(spec, weights)
 
 
 def gguf_eos_token_ids(reader: Any) -> tuple[int, ...]:
@@ -189,7 +189,16 @@ def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Pa
         return decoder
     factor = float(np.max(factors))
     original = get("rope.scaling.original_context_length") or _LLAMA3_ORIGINAL_CONTEXT
-    expected = _llama3_divisors(decoder.rope.theta, decoder.head_dim, factor, original)
+    rope = RopeSpec(
+        decoder.rope.theta,
+        "llama3",
+        factor=factor,
+        original_max_position_embeddings=original,
+        low_freq_factor=_LLAMA3_LOW,
+        high_freq_factor=_LLAMA3_HIGH,
+    )
+    plain = plain_frequencies(rope.theta, decoder.head_dim)
+    expected = plain / llama3_frequencies(rope, plain)
     if (
         decoder.rope.rope_type != "default"
         or factors.shape != expected.shape
@@ -199,22 +208,7 @@ def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Pa
             f"{path}: the frequencies of {ROPE_FREQUENCIES} are not those of llama3 scaling with factor {factor}, original "
             f"context {original}, low {_LLAMA3_LOW} and high {_LLAMA3_HIGH}; use the model's Hugging Face checkpoint"
         )
-    rope = RopeSpec(
-        decoder.rope.theta,
-        "llama3",
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=_LLAMA3_LOW,
-        high_freq_factor=_LLAMA3_HIGH,
-    )
     return replace(decoder, rope=rope)
-
-
-def _llama3_divisors(theta: float, head_dim: int, factor: float, original: int) -> Any:
-    """By how much llama3 scaling divides each of the head_dim / 2 frequencies."""
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((original / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0, 1)
-    return 1 / ((1 - smooth) / factor + smooth)
 
 
 def _permuted_heads(spec: TargetSpec, tensors: dict[str, Any]) -> dict[str, int]:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 from dspark_trt.checkpoints.spec import RopeSpec
 from dspark_trt.errors import CheckpointError
 
 DEFAULT_THETA = 10000.0  # what the format says when no rope_theta is written
+Float64 = NDArray[np.float64]
 _SUPPORTED = ("default", "linear", "llama3", "yarn")
 
 
@@ -96,6 +99,24 @@ def rope_spec(
         f"{where}: rope type {rope_type!r} is not implemented; expected one of {', '.join(_SUPPORTED)}. "
         "Use a checkpoint without it, or one whose configuration leaves this scaling out"
     )
+
+
+def plain_frequencies(theta: float, head_dim: int) -> Float64:
+    """Radians per position of each rotated pair without scaling, [head_dim / 2]. Source: RoFormer (arXiv 2104.09864)."""
+    frequencies: Float64 = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    return frequencies
+
+
+def llama3_frequencies(rope: RopeSpec, plain: Float64) -> Float64:
+    """Short wavelengths stay, long ones are stretched by `factor`, those between are blended. Source: Llama 3.1's scaling."""
+    assert rope.factor is not None
+    assert rope.original_max_position_embeddings is not None
+    assert rope.low_freq_factor is not None
+    assert rope.high_freq_factor is not None
+    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)  # over the original context
+    keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    frequencies: Float64 = keep * plain + (1 - keep) * plain / rope.factor
+    return frequencies
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

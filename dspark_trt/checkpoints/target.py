@@ -18,7 +18,7 @@ from dspark_trt.checkpoints.config import (
 )
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_token_ids, is_equal, target_shapes
-from dspark_trt.checkpoints.locate import locate, source_files
+from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
 from dspark_trt.errors import CheckpointError
@@ -61,7 +61,7 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
     )
     check_tensors(weights, target_shapes(spec), str(folder))
     check_token_ids(spec, where)
-    return TargetCheckpoint(spec, weights, source_files(folder))
+    return TargetCheckpoint(spec, weights)
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:

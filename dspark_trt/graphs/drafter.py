@@ -19,8 +19,8 @@ from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
-from dspark_trt.graphs.files import GraphFiles, check_limits
 from dspark_trt.graphs.heads import emit_markov_head
+from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import LinearBits, linear_bits
 from dspark_trt.graphs.target import head_weight
@@ -35,22 +35,20 @@ def write_drafter_graphs(
     limits: EngineLimits,
     precision: Precision,
     attention: Attention = "drafter",
-    twin: bool = False,
     markov_top_n: int = 0,
-) -> GraphFiles:
+) -> None:
     """Write drafter_ingest.onnx and drafter_draft.onnx with their weights into `folder`, where target.onnx already is.
 
     An embedding or head that the drafter does not own is the target's, in the target's file.
-    `twin`: as for the target, whose graph has to be a twin too. `markov_top_n`: drafts of a slot come from its so many largest
-    base logits; 0: from all.
+    `markov_top_n`: drafts of a slot come from its so many largest base logits; 0: from all.
     Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not fit the
     precision, or a weight exceeds float16.
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
     form = usable_form(attention, spec.decoder, "drafter")
-    numbers = numbers_of(precision, form, twin=twin)
-    dims = drafter_dims(spec, limits=limits, attention=form, element_type=numbers.written(numbers.model))
+    numbers = numbers_of(precision, form)
+    dims = drafter_dims(spec, limits=limits, attention=form, element_type=numbers.model)
     metadata = to_metadata(dims)
     bits = linear_bits(precision)
     shared = PlacedWeights(folder / bindings.TARGET_GRAPH, "target.", target.weights)
@@ -72,7 +70,6 @@ def write_drafter_graphs(
             top_n=markov_top_n,
         )
         draft.save(folder / bindings.DRAFT_GRAPH, metadata)
-        return GraphFiles((folder / bindings.INGEST_GRAPH, folder / bindings.DRAFT_GRAPH), weights.files)
 
 
 def _emit_ingest(
@@ -98,7 +95,7 @@ def _emit_ingest(
         num_positions=dims.limits.max_seq_len,
     )
     writer = context_writer(builder, spec.decoder, dims)
-    fc = Linears(builder, weights, None, numbers.written(numbers.context))
+    fc = Linears(builder, weights, None, numbers.context)
     taps = numbers.cast(builder, bindings.TAPS, numbers.model, numbers.context)
     context = parts.norm(fc(taps, "fc.weight"), "hidden_norm", source=numbers.context)  # [T, D]
     for layer in range(spec.decoder.num_layers):

@@ -32,7 +32,7 @@ def emit_markov_head(
     Raises ExportError when there are not more than `top_n` logits.
     """
     check_top_n(spec, top_n)
-    element_type = numbers.written(numbers.model)
+    element_type = numbers.model
     form = markov_head_form(spec, element_type, top_n)
     inputs = [base_logits, hidden, bindings.ANCHOR_IDS, bindings.TEMPERATURES, bindings.UNIFORMS]
     for name in form.weight_names:

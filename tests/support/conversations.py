@@ -115,7 +115,6 @@ def open_target(
     limits: EngineLimits,
     precision: Precision = "fp32",
     attention: Attention = "gqa",
-    twin: bool = False,
 ) -> OnnxRuntimeTargetEngine:
     """Write the target graph unless it is there, and open it."""
     checkpoint = read_target(str(source)) if isinstance(source, Path) else source
@@ -129,7 +128,6 @@ def open_target(
             gamma=GAMMA,
             precision=precision,
             attention=attention,
-            twin=twin,
         )
     return OnnxRuntimeTargetEngine(graphs, SETTINGS)
 
@@ -142,7 +140,6 @@ def open_pair(
     limits: EngineLimits,
     precision: Precision = "fp32",
     is_standard: bool = False,
-    twin: bool = False,
 ) -> tuple[OnnxRuntimeTargetEngine, OnnxRuntimeDraftEngine]:
     """Write all graphs and open both engines."""
     engine = open_target(
@@ -152,7 +149,6 @@ def open_pair(
         limits=limits,
         precision=precision,
         attention="standard" if is_standard else "gqa",
-        twin=twin,
     )
     write_drafter_graphs(
         target,
@@ -161,7 +157,6 @@ def open_pair(
         limits=limits,
         precision=precision,
         attention="standard" if is_standard else "drafter",
-        twin=twin,
     )
     return engine, OnnxRuntimeDraftEngine(graphs, SETTINGS)
 

@@ -10,7 +10,7 @@ from threading import Thread
 import pytest
 from huggingface_hub import constants
 
-from dspark_trt.checkpoints.locate import locate
+from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.errors import CheckpointError, EnvironmentMissingError
 from tests.support.factories import write_target
@@ -47,7 +47,7 @@ def test_hub_id_is_read_from_the_cache_when_offline(tmp_path: Path, hub_cache: P
     snapshot = put_into_cache(hub_cache, "owner/tiny", write_target(tmp_path / "source", shards=2))
     target = read_target("owner/tiny", revision)
     assert target.spec == read_target(str(tmp_path / "source")).spec
-    assert {file.parent for file in target.source_files} == {snapshot}
+    assert locate("owner/tiny", revision) == snapshot
 
 
 def test_hub_id_that_is_not_cached_is_an_environment_error_when_offline(hub_cache: Path) -> None:
@@ -139,3 +139,16 @@ def test_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
 def test_folder_without_configuration_says_what_a_checkpoint_is(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json; expected a Hugging Face checkpoint folder"):
         read_target(str(tmp_path))
+
+
+def test_source_files_are_all_that_the_build_depends_on(tmp_path: Path) -> None:
+    folder = write_target(tmp_path, shards=2, tokenizer=True, vocab_size=300)
+    assert {file.name for file in source_files(folder)} == {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    }

@@ -261,19 +261,6 @@ def test_generation_config_is_optional(tmp_path: Path) -> None:
     assert read_target(str(folder)).spec.eos_token_ids == (2,)
 
 
-def test_source_files_are_all_that_the_build_depends_on(tmp_path: Path) -> None:
-    folder = write_target(tmp_path, shards=2, tokenizer=True, vocab_size=300)
-    assert {file.name for file in read_target(str(folder)).source_files} == {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "model.safetensors.index.json",
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    }
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_weights_are_found_in_every_element_type(tmp_path: Path, dtype: str, bad: float) -> None:

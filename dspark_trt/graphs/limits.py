@@ -1,21 +1,10 @@
-"""What a graph writer leaves in its folder, and the checks that its limits make sense."""
+"""The checks that a graph's limits make sense."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from pathlib import Path
 
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
-
-
-@dataclass(frozen=True, slots=True)
-class GraphFiles:
-    """Files in the graph folder; `weights` are what the graphs refer to besides themselves."""
-
-    graphs: tuple[Path, ...]
-    weights: tuple[Path, ...]
 
 
 def check_limits(limits: EngineLimits, spec: DecoderSpec, *, gamma: int, what: str) -> None:
