@@ -14,7 +14,6 @@ from dspark_trt.contract.protocol import DraftBatch, DraftEngine, DraftOutput, E
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeDraftEngine
 from dspark_trt.errors import CapacityError, EngineBuildError
 from dspark_trt.reference.engines import open_reference_engines
-from dspark_trt.steptable.profile import draft_call
 from tests.support.conversations import SETTINGS, read_pair
 from tests.support.factories import write_drafter, write_target
 from tests.support.onnxruntime_device_session import DevicePair, open_device_pair, spoil
@@ -138,7 +137,6 @@ def test_taps_of_numpy_and_of_other_float_types_are_converted(tmp_path: Path) ->
     """An engine in bfloat16 gives taps of its own type; a measurement may hand numpy arrays."""
     pair, _ = open_engines(tmp_path)
     engine = pair.engines.drafter
-    draft_call(pair.engines.target, engine, 3, 10)()
     engine.ingest(IngestBatch(np.zeros((6, TAP_WIDTH), np.float32), np.array([1]), np.array([0]), np.array([6])))
     taps = torch.randn((6, TAP_WIDTH)).to(torch.bfloat16)
     rows, past, query = np.array([1]), np.array([0]), np.array([6])
