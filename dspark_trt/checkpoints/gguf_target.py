@@ -16,8 +16,8 @@ import numpy as np
 
 from dspark_trt.checkpoints.config import eos_token_ids
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
-from dspark_trt.checkpoints.layout import HEAD, check_tensors, check_token_ids, target_shapes
-from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies, yarn_mscale
+from dspark_trt.checkpoints.layout import HEAD, check_sizes, check_tensors, check_token_ids, target_shapes
+from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies, reach, yarn_mscale
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec, TargetCheckpoint, TargetSpec, WeightStore
 from dspark_trt.errors import CheckpointError
 
@@ -130,6 +130,11 @@ def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> D
         return value
 
     hidden_size, num_heads = require("embedding_length"), require("attention.head_count")
+    if not all(isinstance(size, int) and size > 0 for size in (hidden_size, num_heads)):
+        raise CheckpointError(
+            f"{path}: embedding_length and attention.head_count: expected positive numbers, found {hidden_size} and "
+            f"{num_heads}; convert the model again"
+        )
     head_dim = get("attention.key_length") or hidden_size // num_heads
     for key in ("attention.value_length", "rope.dimension_count"):
         if get(key) not in (None, head_dim):
@@ -139,7 +144,8 @@ def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> D
     embedding = tensors.get("embed_tokens.weight")
     vocab_size = get("vocab_size") or (0 if embedding is None else int(embedding.shape[1]))
     context = require("context_length")
-    return DecoderSpec(
+    rope = _rope(get, context, path)
+    decoder = DecoderSpec(
         num_layers=require("block_count"),
         hidden_size=hidden_size,
         intermediate_size=require("feed_forward_length"),
@@ -148,13 +154,15 @@ def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> D
         head_dim=head_dim,
         vocab_size=vocab_size,
         rms_norm_eps=float(require("attention.layer_norm_rms_epsilon")),
-        rope=_rope(get, context, path),
-        max_position_embeddings=context,
+        rope=rope,
+        max_position_embeddings=reach(rope, context),
         has_qk_norm=family == "qwen3",
         has_qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
         has_o_bias="layers.0.self_attn.o_proj.bias" in tensors,
         has_mlp_bias="layers.0.mlp.gate_proj.bias" in tensors,
     )
+    check_sizes(decoder, str(path))
+    return decoder
 
 
 def _rope(get: Getter, context: int, path: Path) -> RopeSpec:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.checkpoints.safetensors_store import INDEX_FILE, SINGLE_FILE, shard_files
+from dspark_trt.checkpoints.safetensors_store import INDEX_FILE, SINGLE_FILE, indexed_files, shard_files
 from dspark_trt.errors import CheckpointError, EnvironmentMissingError
 
 TEXT_FILES = (
@@ -17,7 +18,6 @@ TEXT_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-_WEIGHT_PATTERNS = (SINGLE_FILE, "model-*.safetensors", INDEX_FILE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -54,6 +54,14 @@ def source_files(path: Path) -> tuple[Path, ...]:
 
 
 def _download(repository: str, revision: str | None) -> Path:
+    """The index says what the shards are called, so it comes before them; both from one commit."""
+    folder = _fetch(repository, revision, [*TEXT_FILES, SINGLE_FILE, INDEX_FILE])
+    if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        _fetch(repository, folder.name, [glob.escape(name) for name in indexed_files(folder)])
+    return folder
+
+
+def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     http_error: Any = errors.HfHubHTTPError.__mro__[
@@ -61,7 +69,7 @@ def _download(repository: str, revision: str | None) -> Path:
     ]  # HTTPError of httpx, under whichever name the hub client ships it
     name = f"hub model {repository}" + (f" at revision {revision}" if revision else "")
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=[*TEXT_FILES, *_WEIGHT_PATTERNS]))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         raise CheckpointError(f"{name} is gated: accept its terms on the hub, then run `hf auth login`") from None
     except errors.RevisionNotFoundError:

@@ -26,6 +26,7 @@ from dspark_trt.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 _IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_tokens", "bad_words_ids", "epsilon_cutoff")
 
 
@@ -56,7 +57,7 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
         decoder=decoder_spec(config, family, where),
         is_head_tied=config.tie_word_embeddings,
         eos_token_ids=eos_token_ids(generation.eos_token_id, config.eos_token_id),
-        bos_token_id=config.bos_token_id,
+        bos_token_id=_bos_token_id(config, where),
         generation_defaults=generation.defaults(),
     )
     check_tensors(weights, target_shapes(spec), str(folder))
@@ -70,15 +71,26 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     if not path.is_file():
         return GenerationConfig()
     values = read_json(path)
+    if not values.get("do_sample"):  # whatever is written for sampling is not looked at
+        values = {key: value for key, value in values.items() if key not in _SAMPLING_KEYS}
     for key in _IGNORED_GENERATION_KEYS:
         if values.get(key):
             logger.warning("%s: %s = %r has no counterpart here and is left out", path, key, values[key])
     return parse(GenerationConfig, values, str(path))
 
 
+def _bos_token_id(config: DecoderConfig, where: str) -> int | None:
+    """None for one outside of a vocabulary that was shrunk: no text begins with it."""
+    bos = config.bos_token_id
+    if bos is None or 0 <= bos < config.vocab_size:
+        return bos
+    logger.warning("%s: bos_token_id %d is outside the vocabulary of %d, left out", where, bos, config.vocab_size)
+    return None
+
+
 def _family(values: dict[str, Any], where: str) -> Family:
     family, architectures = values.get("model_type"), values.get("architectures")
-    if family not in _ARCHITECTURES:
+    if not isinstance(family, str) or family not in _ARCHITECTURES:
         raise CheckpointError(
             f"{where}: model_type {family!r} is not a supported target family; expected "
             f"{' or '.join(map(repr, _ARCHITECTURES))} (dense)"
