@@ -7,6 +7,7 @@ implemented; any other value than the listed ones is refused by name, since igno
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -16,6 +17,8 @@ from dspark_trt.checkpoints.layout import check_sizes
 from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, WholeNumber, reach, rope_spec
 from dspark_trt.checkpoints.spec import DecoderSpec, GenerationDefaults, RopeSpec
 from dspark_trt.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
 Family = Literal["llama", "qwen3"]
@@ -219,6 +222,14 @@ def eos_token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
     """Every end-of-sequence id of the given keys, in order, each once; negative ones stand for none."""
     ids = [token for value in values for token in (value if isinstance(value, list) else [value]) if token is not None]
     return tuple(dict.fromkeys(token for token in ids if token >= 0))
+
+
+def known_token(token: int | None, vocab_size: int, where: str) -> int | None:
+    """None for a token outside of the vocabulary, which was shrunk then: no text holds it."""
+    if token is None or 0 <= token < vocab_size:
+        return token
+    logger.warning("%s: token %d (bos_token_id) is outside the vocabulary of %d and left out", where, token, vocab_size)
+    return None
 
 
 def _rope(config: DecoderConfig, max_positions: int, where: str) -> RopeSpec:

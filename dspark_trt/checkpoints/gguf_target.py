@@ -14,11 +14,13 @@ from typing import Any, Literal, cast
 import gguf
 import numpy as np
 
-from dspark_trt.checkpoints.config import eos_token_ids
+from dspark_trt.checkpoints.config import known_token
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
+from dspark_trt.checkpoints.gguf_tokenizer import gguf_end_tokens, gguf_text
 from dspark_trt.checkpoints.layout import HEAD, check_sizes, check_tensors, check_token_ids, target_shapes
 from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies, reach, yarn_mscale
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec, TargetCheckpoint, TargetSpec, WeightStore
+from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
 from dspark_trt.errors import CheckpointError
 
 _FAMILIES = ("llama", "qwen3")
@@ -81,23 +83,28 @@ def read_gguf_target(path: Path) -> TargetCheckpoint:
     decoder = _decoder(get, family, tensors, path)
     if rope_factors is not None:
         decoder = _with_rope_factors(decoder, gguf.dequantize(rope_factors.data, rope_factors.tensor_type), get, path)
+    text = _text(reader, path)
     spec = TargetSpec(
         family=cast(Literal["llama", "qwen3"], family),
         decoder=decoder,
         is_head_tied=HEAD not in tensors,
-        eos_token_ids=gguf_eos_token_ids(reader),
-        bos_token_id=field(reader, gguf.Keys.Tokenizer.BOS_ID),
+        eos_token_ids=end_token_ids({"the file": gguf_end_tokens(reader)}, text, str(path)),
+        bos_token_id=known_token(field(reader, gguf.Keys.Tokenizer.BOS_ID), decoder.vocab_size, str(path)),
     )
+    if text is not None:
+        check_vocabulary(text, decoder.vocab_size, str(path))
     weights: WeightStore = GgufStore(path, tensors, _permuted_heads(spec, tensors))
     check_tensors(weights, target_shapes(spec), str(path))
     check_token_ids(spec, str(path))
     return TargetCheckpoint(spec, weights)
 
 
-def gguf_eos_token_ids(reader: Any) -> tuple[int, ...]:
-    """End of sequence, of turn and of message, as far as the file names them."""
-    keys = (gguf.Keys.Tokenizer.EOS_ID, gguf.Keys.Tokenizer.EOT_ID, gguf.Keys.Tokenizer.EOM_ID)
-    return eos_token_ids(*(field(reader, key) for key in keys))
+def _text(reader: Any, path: Path) -> TargetText | None:
+    """None where there is no tokenizer that is known: whoever needs it says what is wrong with it."""
+    try:
+        return gguf_text(reader, path)
+    except CheckpointError:
+        return None
 
 
 Getter = Callable[[str], Any]

@@ -12,6 +12,7 @@ from dspark_trt.checkpoints.config import (
     GenerationConfig,
     decoder_spec,
     eos_token_ids,
+    known_token,
     parse,
     read_json,
     refuse_unsupported,
@@ -21,6 +22,8 @@ from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
+from dspark_trt.checkpoints.tokenizer import folder_text
 from dspark_trt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -52,17 +55,35 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
     weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
     if config.tie_word_embeddings:
         weights = _without_tied_head(weights, where)
+    text = _text(folder)
     spec = TargetSpec(
         family=family,
         decoder=decoder_spec(config, family, where),
         is_head_tied=config.tie_word_embeddings,
-        eos_token_ids=eos_token_ids(generation.eos_token_id, config.eos_token_id),
-        bos_token_id=_bos_token_id(config, where),
+        eos_token_ids=end_token_ids(
+            {
+                "generation_config.json": eos_token_ids(generation.eos_token_id),
+                "config.json": eos_token_ids(config.eos_token_id),
+            },
+            text,
+            str(folder),
+        ),
+        bos_token_id=known_token(config.bos_token_id, config.vocab_size, where),
         generation_defaults=generation.defaults(),
     )
     check_tensors(weights, target_shapes(spec), str(folder))
     check_token_ids(spec, where)
+    if text is not None:
+        check_vocabulary(text, config.vocab_size, str(folder))
     return TargetCheckpoint(spec, weights)
+
+
+def _text(folder: Path) -> TargetText | None:
+    """None where there is no tokenizer, or a damaged one: whoever needs it says what is wrong with it."""
+    try:
+        return folder_text(folder)
+    except CheckpointError:
+        return None
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
@@ -77,15 +98,6 @@ def read_generation_config(folder: Path) -> GenerationConfig:
         if values.get(key):
             logger.warning("%s: %s = %r has no counterpart here and is left out", path, key, values[key])
     return parse(GenerationConfig, values, str(path))
-
-
-def _bos_token_id(config: DecoderConfig, where: str) -> int | None:
-    """None for one outside of a vocabulary that was shrunk: no text begins with it."""
-    bos = config.bos_token_id
-    if bos is None or 0 <= bos < config.vocab_size:
-        return bos
-    logger.warning("%s: bos_token_id %d is outside the vocabulary of %d, left out", where, bos, config.vocab_size)
-    return None
 
 
 def _family(values: dict[str, Any], where: str) -> Family:
