@@ -12,6 +12,7 @@ from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, re
 from dspark_trt.checkpoints.drafter_format import refuse_other_formats
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes, is_equal
 from dspark_trt.checkpoints.locate import locate
+from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, MarkovHeadType, TargetCheckpoint
 from dspark_trt.errors import CheckpointError
@@ -19,6 +20,7 @@ from dspark_trt.errors import CheckpointError
 _W1 = "markov_head.markov_w1.weight"
 _GATE, _JOINT = "markov_head.gate_proj.weight", "markov_head.joint_proj.weight"
 _CONFIDENCE, _CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
+_MAX_BLOCK = 1024  # beyond any drafter
 _HINTS = {
     "target_layer_ids": "it says which target layers the drafter was trained on, and no default is right for another "
     "drafter: take the value from the training configuration",
@@ -30,7 +32,7 @@ _HINTS = {
 class DrafterConfig(DecoderConfig):
     """config.json of a drafter: the decoder's keys and DeepSpec's."""
 
-    block_size: PositiveInt
+    block_size: int = Field(ge=1, le=_MAX_BLOCK)
     mask_token_id: NonNegativeInt
     target_layer_ids: list[int] = Field(min_length=1)
     num_target_layers: PositiveInt | None = None
@@ -53,9 +55,11 @@ def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = N
     where = str(folder / "config.json")
     values = read_json(folder / "config.json")
     refuse_other_formats(values, where)
+    refuse_quantised(values, (), where)
     refuse_unsupported(values, where, is_causal=False)
     config = parse(DrafterConfig, values, where, _HINTS)
     weights = open_safetensors(folder, rename=str)
+    refuse_quantised(values, weights.names(), str(folder))
     if config.tie_word_embeddings:
         _refuse_ambiguous_head(weights, target, where)
     weights = _without_shared(weights, target)

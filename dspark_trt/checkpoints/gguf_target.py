@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 
 from dspark_trt.checkpoints.config import known_token
+from dspark_trt.checkpoints.gguf_header import check_header
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
 from dspark_trt.checkpoints.gguf_tokenizer import gguf_end_tokens, gguf_text
 from dspark_trt.checkpoints.layout import HEAD, check_sizes, check_tensors, check_token_ids, target_shapes
@@ -54,6 +55,7 @@ _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 def open_gguf(path: Path) -> Any:
     """A gguf.GGUFReader. Raises CheckpointError for a truncated file, another format or one part of a split model."""
+    check_header(path)
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as error:
@@ -66,9 +68,12 @@ def open_gguf(path: Path) -> Any:
 
 
 def field(reader: Any, key: str) -> Any:
-    """The value of a metadata key, or None."""
+    """The value of a metadata key, or None. Raises CheckpointError for a text that is not UTF-8."""
     entry = reader.get_field(key)
-    return None if entry is None else entry.contents()
+    try:
+        return None if entry is None else entry.contents()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"metadata {key} is not valid text ({error}); download the file again") from None
 
 
 def read_gguf_target(path: Path) -> TargetCheckpoint:
@@ -80,7 +85,10 @@ def read_gguf_target(path: Path) -> TargetCheckpoint:
     get = _hyperparameters(reader, family, path)
     tensors = {canonical_name(tensor.name): tensor for tensor in reader.tensors}
     rope_factors = tensors.pop(ROPE_FREQUENCIES, None)
-    decoder = _decoder(get, family, tensors, path)
+    try:
+        decoder = _decoder(get, family, tensors, path)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path}: metadata of a wrong type ({error}); convert the model again") from None
     if rope_factors is not None:
         decoder = _with_rope_factors(decoder, gguf.dequantize(rope_factors.data, rope_factors.tensor_type), get, path)
     text = _text(reader, path)

@@ -5,6 +5,7 @@ Shape letters: `V` vocabulary, `D` hidden, `M` tap layers, `N`/`K` query/KV head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -86,6 +87,10 @@ def check_sizes(spec: DecoderSpec, where: str) -> None:
     for name, most in limits.items():
         if not 1 <= (found := getattr(spec, name)) <= most:
             raise CheckpointError(f"{where}: {name}: expected 1 to {most}, found {found}; the file is damaged")
+    numbers = {"rms_norm_eps": spec.rms_norm_eps, "rope theta": spec.rope.theta, "rope factor": spec.rope.factor or 1.0}
+    for name, number in numbers.items():
+        if not (math.isfinite(number) and number > 0):
+            raise CheckpointError(f"{where}: {name}: expected a positive number, found {number}; the file is damaged")
 
 
 def check_tensors(weights: WeightStore, expected: Mapping[str, tuple[int, ...]], where: str) -> None:

@@ -20,6 +20,7 @@ from dspark_trt.checkpoints.config import (
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_token_ids, is_equal, target_shapes
 from dspark_trt.checkpoints.locate import locate
+from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
 from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
@@ -47,10 +48,12 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
     where = str(folder / "config.json")
     values = read_json(folder / "config.json")
     family = _family(values, where)
+    refuse_quantised(values, (), where)
     refuse_unsupported(values, where, is_causal=True)
     config = parse(DecoderConfig, values, where)
     generation = read_generation_config(folder)
     weights = open_safetensors(folder, lambda name: name.removeprefix("model."))
+    refuse_quantised(values, weights.names(), str(folder))
     # Old Llama exports store the rotary frequencies, which follow from the configuration.
     weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
     if config.tie_word_embeddings:

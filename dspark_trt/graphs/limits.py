@@ -14,6 +14,11 @@ def check_limits(limits: EngineLimits, spec: DecoderSpec, *, gamma: int, what: s
             f"max_seq_len {limits.max_seq_len} is beyond the {spec.max_position_embeddings} positions that the {what} was "
             "made for (max_position_embeddings); lower --max-seq-len"
         )
+    if limits.max_seq_len <= gamma + 2:
+        raise ExportError(
+            f"max_seq_len {limits.max_seq_len} has no room for a prompt and a block of {gamma} drafts (gamma of the drafter); "
+            f"raise --max-seq-len to {gamma + 3} or more"
+        )
     if limits.max_batch_tokens < gamma + 1:
         raise ExportError(
             f"max_batch_tokens {limits.max_batch_tokens} cannot hold an anchor and its {gamma} drafts (gamma of the "
