@@ -11,7 +11,7 @@ DRAFTER := examples/smollm2-135m-dspark
 venv: $(VENV)/.installed ## everything, into .venv
 
 # what building, serving and load-testing need; no torch
-$(VENV)/.serving: pyproject.toml
+$(VENV)/.serving: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check "pip>=25.1"
 	$(PY) -m pip install -qq --editable ".[onnxruntime,client]"

@@ -5,9 +5,9 @@
     python build_scripts/compile_plugins.py --form qwen3-8b --sm 90 --output build/plugins
     python build_scripts/compile_plugins.py --graph graphs/drafter_draft.onnx --sm 90 --output build/plugins
 
-An engine build compiles the forms of its own graph through dspark_trt_plugins.compile and embeds the result; the named forms are
-those that the resource report and the microbenchmark look at. Exit status 4: a kernel spills registers or takes more shared
-memory than a block may have.
+An engine build compiles the forms of its own graph through dspark_trt_plugins.compile and embeds the result; the named
+forms are those that the resource report and the microbenchmark look at. Exit status 4: a kernel spills registers or
+takes more shared memory than a block may have.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def problems(used: dict[str, dict[str, list[int]]]) -> Iterator[str]:
             if stack_bytes:
                 yield f"{kernel} for SM {sm} spills: {stack_bytes} bytes of stack a thread"
             if shared_bytes > SHARED_BYTES_LIMIT[int(sm)]:
-                yield f"{kernel} for SM {sm} takes {shared_bytes} bytes of shared memory, {SHARED_BYTES_LIMIT[int(sm)]} allowed"
+                limit = SHARED_BYTES_LIMIT[int(sm)]
+                yield f"{kernel} for SM {sm} takes {shared_bytes} bytes of shared memory, {limit} allowed"
 
 
 def to_json(report: dict[str, Any]) -> str:

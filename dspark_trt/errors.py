@@ -51,7 +51,7 @@ class EnvironmentMissingError(DSparkError):
 
 
 class CapacityError(DSparkError):
-    """A limit that was fixed at build time (slots, sequence length, tokens of one step) would be exceeded."""
+    """A limit that was fixed at build time (rows, sequence length, tokens of one step) would be exceeded."""
 
 
 class RequestError(DSparkError):

@@ -1,8 +1,12 @@
-"""Logging of the library: one logger tree, no handlers of its own. The command line and the Triton model attach theirs."""
+"""Logging of the library: one logger tree, no handlers of its own.
+The command line and the Triton model attach theirs."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+
+Progress = Callable[[float], None]  # called with the fraction done, 0..1
 
 ROOT = "dspark_trt"
 

@@ -64,7 +64,8 @@ class TextCodec:
 
     @cached_property
     def vocab_size(self) -> int:
-        """One more than the highest id that stands for text. The model's own vocabulary may be larger (padding rows)."""
+        """One more than the highest id that stands for text.
+        The model's own vocabulary may be larger (padding rows)."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def encode(self, text: str) -> list[int]:
@@ -72,7 +73,8 @@ class TextCodec:
         return self._ids(text, add_special_tokens=True)
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Every token sequence that a word can begin as: at the start of a text, and behind a space; without duplicates.
+        """Every token sequence that a word can begin as:
+        at the start of a text, and behind a space; without duplicates.
 
         An empty word is none.
         """
@@ -89,8 +91,8 @@ class TextCodec:
     def render_chat(self, messages: Sequence[Message], /, **kwargs: Any) -> str:
         """Messages ({"role": ..., "content": ...}) as the text that the model was trained on.
 
-        `kwargs` go to the template and override the stored ones; `add_generation_prompt` is true unless they say otherwise.
-        With `continue_final_message` the text ends inside of the last message, which the model goes on with.
+        `kwargs` go to the template and override the stored ones; `add_generation_prompt` is true unless they say
+        otherwise. With `continue_final_message` the text ends inside of the last message, which the model goes on with.
         Raises RequestError when there is no template, or when the template refuses the messages.
         """
         if self._template is None:
@@ -102,7 +104,7 @@ class TextCodec:
         is_continued = bool(kwargs.pop("continue_final_message", False))
         if is_continued and kwargs.get("add_generation_prompt"):
             raise RequestError(
-                "continue_final_message, add_generation_prompt: expected one of them; a turn is either continued or begun"
+                "continue_final_message, add_generation_prompt: expected one of them; a turn is continued or begun"
             )
         chat = [_as_templates_expect(message) for message in messages]
         if is_continued:
@@ -132,6 +134,10 @@ class TextCodec:
         """The ids of a rendered chat; the template writes BOS itself, so none is added."""
         return self._ids(self.render_chat(messages, **kwargs), add_special_tokens=False)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """One user turn of a chat where the model has a template, else plain text."""
+        return self.encode(text) if self._template is None else self.encode_chat([{"role": "user", "content": text}])
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; an incomplete UTF-8 character at an end becomes U+FFFD, an id that is no token nothing."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -140,8 +146,8 @@ class TextCodec:
 def _as_templates_expect(message: Message) -> dict[str, Any]:
     """Clients and templates differ in how they write the same message.
 
-    Templates read arguments of a tool call as an object, OpenAI's API has them as JSON text; a null content is an empty text;
-    reasoning goes by two names. Other keys that are null are left out.
+    Templates read arguments of a tool call as an object, OpenAI's API has them as JSON text; a null content is an empty
+    text; reasoning goes by two names. Other keys that are null are left out.
     """
     plain = {key: value for key, value in message.items() if value is not None}
     plain.setdefault("content", "")
@@ -166,7 +172,8 @@ def _with_object_arguments(call: Any) -> Any:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks assistant text for training masks in some templates; here it renders what it encloses."""
+    """`{% generation %}` marks assistant text for training masks in some templates;
+    here it renders what it encloses."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 

@@ -2,8 +2,8 @@
 
     python perf/attention_capacity.py
 
-Random weights, layer shapes of SmolLM2-135M, four requests with 256 live positions in both cases. `gqa` and `drafter` should
-stay near 1; `standard` is TensorRT's form and only a check on ONNX Runtime, where it costs O(capacity).
+Random weights, layer shapes of SmolLM2-135M, four requests with 256 live positions in both cases. `gqa` and `drafter`
+should stay near 1; `standard` is TensorRT's form and only a check on ONNX Runtime, where it costs O(capacity).
 Prints one line per form and one JSON line.
 """
 
@@ -18,18 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from random_pair import random_pair
 
-from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
-from dspark_trt.checkpoints.spec import (
-    DecoderSpec,
-    DrafterCheckpoint,
-    DrafterSpec,
-    RopeSpec,
-    TargetCheckpoint,
-    TargetSpec,
-    TensorInfo,
-)
+from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec
 from dspark_trt.contract.dims import Attention
 from dspark_trt.contract.protocol import DraftBatch, EngineLimits, TargetBatch
 from dspark_trt.engines.onnxruntime.engines import open_engines
@@ -37,72 +28,35 @@ from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.target import write_target_graph
 
 CAPACITIES = (512, 8192)
-NUM_LAYERS = 6
 NUM_REQUESTS = 4
 LIVE_POSITIONS = 256
 NUM_ROUNDS = 15
 TAPS = (1, 4)
 GAMMA = 7
 MAX_BATCH_TOKENS = 64
-
-
-class RandomWeights:
-    """A WeightStore of small random numbers."""
-
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-        self._random = np.random.default_rng(0)
-
-    def names(self) -> tuple[str, ...]:
-        return tuple(sorted(self._shapes))
-
-    def info(self, name: str) -> TensorInfo:
-        return TensorInfo("float32", self._shapes[name])
-
-    def array(self, name: str) -> NDArray[np.generic]:
-        return 0.02 * self._random.standard_normal(self._shapes[name], dtype=np.float32)
-
-
-def checkpoints() -> tuple[TargetCheckpoint, DrafterCheckpoint]:
-    decoder = DecoderSpec(
-        num_layers=NUM_LAYERS,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        vocab_size=8192,
-        rms_norm_eps=1e-5,
-        rope=RopeSpec(theta=100000.0),
-        max_position_embeddings=2 * max(CAPACITIES),
-        has_qk_norm=False,
-        has_qkv_bias=False,
-        has_o_bias=False,
-        has_mlp_bias=False,
-    )
-    target = TargetSpec(family="llama", decoder=decoder, is_head_tied=True, eos_token_ids=(2,))
-    drafter = DrafterSpec(
-        decoder=decoder,
-        gamma=GAMMA,
-        mask_token_id=16,
-        target_layer_ids=TAPS,
-        markov_rank=64,
-        markov_head_type="vanilla",
-        has_confidence_head=True,
-        has_confidence_bias=True,
-        is_confidence_with_markov=True,
-        has_own_embedding=False,
-        has_own_head=False,
-    )
-    return (
-        TargetCheckpoint(target, RandomWeights(target_shapes(target))),
-        DrafterCheckpoint(drafter, RandomWeights(drafter_shapes(drafter))),
-    )
+DECODER = DecoderSpec(
+    num_layers=6,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    vocab_size=8192,
+    rms_norm_eps=1e-5,
+    rope=RopeSpec(theta=100000.0),
+    max_position_embeddings=2 * max(CAPACITIES),
+    has_qk_norm=False,
+    has_qkv_bias=False,
+    has_o_bias=False,
+    has_mlp_bias=False,
+)
 
 
 def calls(folder: Path, capacity: int, is_standard: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """A verification step and a draft block on engines whose target rows have `capacity` positions."""
-    target, drafter = checkpoints()
+    target, drafter = random_pair(
+        DECODER, taps=TAPS, num_drafter_layers=DECODER.num_layers, markov_rank=64, gamma=GAMMA
+    )
     limits = EngineLimits(NUM_REQUESTS, capacity - MAX_BATCH_TOKENS, MAX_BATCH_TOKENS)
     forms: tuple[Attention, Attention] = ("standard", "standard") if is_standard else ("gqa", "drafter")
     write_target_graph(target, folder, taps=TAPS, limits=limits, gamma=GAMMA, precision="fp32", attention=forms[0])

@@ -40,8 +40,8 @@ def attention_inputs(operation: RowAttentionOperation, num_rows: int, num_live: 
 def torch_row_attention(form: RowAttentionForm, inputs: Mapping[str, torch.Tensor]) -> Tensors:
     """scaled_dot_product_attention over the whole capacity under a mask.
 
-    Queries that share a key head stand as more slots of it, which is a view: so torch need not repeat the caches, and any of its
-    kernels that take a mask can be chosen.
+    Queries that share a key head stand as more slots of it, which is a view: so torch need not repeat the caches, and
+    any of its kernels that take a mask can be chosen.
     """
     query, last_seen = inputs["query"], inputs["last_seen"]
     num_rows, _, num_slots, _ = query.shape

@@ -1,4 +1,5 @@
-"""`make demo`: build the demonstration pair, serve it with a real Triton, stream one answer, load-test it, print the table.
+"""`make demo`: build the demonstration pair, serve it with a real Triton, stream one answer, load-test it,
+print the table.
 
 python perf/demo.py --target MODEL.gguf --drafter examples/smollm2-135m-dspark --output build/smollm2
 """

@@ -1,11 +1,13 @@
-"""Step times of the device runtime: a step table excerpt, CUDA graphs against eager calls, the fused step against three calls.
+"""Step times of the device runtime: a step table excerpt, CUDA graphs against eager calls,
+the fused step against three calls.
 
-    python -m perf.device_steps --backend reference --output perf/results/device_steps.json
-    python -m perf.device_steps --backend tensorrt                  # or tensorrt_rtx; compiles first
+    python perf/device_steps.py --backend reference --output perf/results/device_steps.json
+    python perf/device_steps.py --backend tensorrt                  # or tensorrt_rtx; compiles first
 
-The pair has random weights in the shape of Qwen3-0.6B (`--layers` cuts it, `--size tiny` is for looking at the script on a CPU with
-`--device cpu`): times depend on shapes, not on values. With TensorRT the same step is also timed with rows of a small and of
-a large capacity and equal live context: they take the same time if attention covers what is live (docs/adr/0007). Medians of one process. Exit status 3: no such device or package.
+The pair has random weights in the shape of Qwen3-0.6B (`--layers` cuts it, `--size tiny` is for looking at the script
+on a CPU with `--device cpu`): times depend on shapes, not on values. With TensorRT the same step is also timed with
+rows of a small and of a large capacity and equal live context: they take the same time if attention covers what is live
+(docs/adr/0007). Medians of one process. Exit status 3: no such device or package.
 """
 
 from __future__ import annotations
@@ -24,48 +26,48 @@ from typing import Any
 
 import numpy as np
 import torch
+from random_pair import random_pair
 
-from dspark_trt.checkpoints.drafter import read_drafter
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
-from dspark_trt.checkpoints.target import read_target
-from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch
+from dspark_trt.checkpoints.spec import DecoderSpec, DrafterCheckpoint, RopeSpec, TargetCheckpoint
+from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch, TargetBatch
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.reference.on_device import open_device_reference_engines
-from dspark_trt.steptable.profile import draft_call, verification_batch
-from tests.support.factories import write_drafter, write_target
+from dspark_trt.steptable.profile import verification_batch
 
-QWEN3_06B: dict[str, Any] = {
-    "family": "qwen3",
-    "vocab_size": 151936,
-    "hidden": 1024,
-    "intermediate": 3072,
-    "heads": 16,
-    "kv_heads": 8,
-    "head_dim": 128,
-    "tied": True,
-    "max_positions": 40960,
-    "dtype": "bfloat16",
-}
-TINY: dict[str, Any] = {"family": "qwen3", "vocab_size": 300, "max_positions": 1024}
+QWEN3_06B = DecoderSpec(
+    num_layers=28,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    rms_norm_eps=1e-6,
+    rope=RopeSpec(theta=1000000.0),
+    max_position_embeddings=40960,
+    has_qk_norm=True,
+    has_qkv_bias=False,
+    has_o_bias=False,
+    has_mlp_bias=False,
+)
+TINY = replace(
+    QWEN3_06B,
+    **{"num_layers": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8},
+    **{"vocab_size": 300, "max_position_embeddings": 1024},
+)
 REQUESTS = (1, 8, 32)
 DEPTH = 256  # live positions of every row
 CAPACITIES = (1024, 8192)
 WARM_UPS, TIMED = 3, 20  # the first call of a bucket is eager, the second is captured
 
 
-@contextmanager
-def random_pair(size: str, layers: int) -> Iterator[tuple[TargetCheckpoint, DrafterCheckpoint]]:
-    with tempfile.TemporaryDirectory() as folder:
-        shape = QWEN3_06B if size == "qwen3-0.6b" else TINY
-        target = write_target(Path(folder) / "target", layers=layers, **shape)
-        large = {"layers": 2, "markov_rank": 256, "gamma": 7} if size == "qwen3-0.6b" else {"layers": 1, "gamma": 7}
-        taps = tuple(sorted({0, layers // 2, layers - 1}))
-        drafter = write_drafter(
-            Path(folder) / "drafter", target, taps=taps, dtype=shape.get("dtype", "float32"), **large
-        )
-        checkpoint = read_target(str(target))
-        yield checkpoint, read_drafter(str(drafter), checkpoint)
+def make_pair(size: str, layers: int) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
+    taps = tuple(sorted({0, layers // 2, layers - 1}))
+    if size == "tiny":
+        return random_pair(replace(TINY, num_layers=layers), taps=taps, num_drafter_layers=1, markov_rank=8)
+    shape = replace(QWEN3_06B, num_layers=layers)
+    return random_pair(shape, taps=taps, num_drafter_layers=2, markov_rank=256, element_type="bfloat16")
 
 
 @contextmanager
@@ -122,14 +124,14 @@ def median_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> fl
 
 
 def step_rows(engines: DeviceEngines, requests: tuple[int, ...]) -> list[dict[str, float]]:
-    """For each number of requests: a plain step, full verification, a draft block, and both ways to half of the drafts."""
-    gamma, slots = engines.drafter.gamma, engines.target.limits.max_slots
+    """For each number of requests: a plain step, full verification, a draft block,
+    and both ways to half of the drafts."""
+    gamma, most = engines.drafter.gamma, engines.target.limits.max_slots
     rows = []
     for count in requests:
-        plain = verification_batch(count, count, gamma, DEPTH, slots)
-        full = verification_batch(count, count * (1 + gamma), gamma, DEPTH, slots)
-        half = verification_batch(count, count + count * gamma // 2, gamma, DEPTH, slots)
-        draft = draft_call(engines.target, engines.drafter, count, DEPTH)
+        plain = verification_batch(count, count, gamma, DEPTH, most)
+        full = verification_batch(count, count * (1 + gamma), gamma, DEPTH, most)
+        half = verification_batch(count, count + count * gamma // 2, gamma, DEPTH, most)
         block = _block(count, gamma)
         select = SelectBatch(
             num_admitted=count * gamma // 2,
@@ -148,7 +150,7 @@ def step_rows(engines: DeviceEngines, requests: tuple[int, ...]) -> list[dict[st
         calls: dict[str, Callable[[], object]] = {
             "plain_step_ms": lambda plain=plain: engines.target.forward(plain),  # type: ignore[misc]
             "full_verification_ms": lambda full=full: engines.target.forward(full),  # type: ignore[misc]
-            "draft_block_ms": draft,
+            "draft_block_ms": lambda block=block: engines.drafter.draft(block),  # type: ignore[misc]
             "draft_then_verify_ms": apart,
             "fused_step_ms": fused,
         }
@@ -169,26 +171,29 @@ def _block(count: int, gamma: int) -> DraftBatch:
 
 def capacity_rows(backend: str, size: str, limits: EngineLimits, device: str, count: int) -> list[dict[str, float]]:
     """The same step over rows of different capacity; a few layers, since only attention could differ."""
-    rows = []
-    with random_pair(size, layers=4) as pair:
-        for max_seq_len in CAPACITIES:
-            with open_pair(backend, pair, replace(limits, max_seq_len=max_seq_len), device) as engines:
-                batch = verification_batch(count, count, engines.drafter.gamma, DEPTH, limits.max_slots)
-                ms = median_ms(lambda engines=engines, batch=batch: engines.target.forward(batch), engines.synchronize)  # type: ignore[misc]
-                rows.append({"max_seq_len": max_seq_len, "num_requests": count, "step_ms": ms})
+    rows, pair = [], make_pair(size, layers=4)
+    for max_seq_len in CAPACITIES:
+        with open_pair(backend, pair, replace(limits, max_seq_len=max_seq_len), device) as engines:
+            batch = verification_batch(count, count, engines.drafter.gamma, DEPTH, limits.max_slots)
+
+            def step(engines: DeviceEngines = engines, batch: TargetBatch = batch) -> object:
+                return engines.target.forward(batch)
+
+            ms = median_ms(step, engines.synchronize)
+            rows.append({"max_seq_len": max_seq_len, "num_requests": count, "step_ms": ms})
     return rows
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    requests = tuple(count for count in REQUESTS if count <= options.slots)
-    limits = EngineLimits(options.slots, 512, max(options.slots * 8, 64))
-    with random_pair(options.size, options.layers) as pair:
-        with open_pair(options.backend, pair, limits, options.device) as engines:
-            report: dict[str, Any] = {"backend": options.backend, "device": options.device, "layers": options.layers}
-            report["steps"] = step_rows(engines, requests)
-        if options.backend == "reference":
-            eager = _reference(pair, limits, options.device, use_cuda_graphs=False)
-            report["steps_without_cuda_graphs"] = step_rows(eager, requests)
+    requests = tuple(count for count in REQUESTS if count <= options.requests)
+    limits = EngineLimits(options.requests, 512, max(options.requests * 8, 64))
+    pair = make_pair(options.size, options.layers)
+    with open_pair(options.backend, pair, limits, options.device) as engines:
+        report: dict[str, Any] = {"backend": options.backend, "device": options.device, "layers": options.layers}
+        report["steps"] = step_rows(engines, requests)
+    if options.backend == "reference":
+        eager = _reference(pair, limits, options.device, use_cuda_graphs=False)
+        report["steps_without_cuda_graphs"] = step_rows(eager, requests)
     if options.backend != "reference":
         report["capacity"] = capacity_rows(options.backend, options.size, limits, options.device, requests[-1])
     return report
@@ -207,7 +212,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--size", choices=["qwen3-0.6b", "tiny"], default="qwen3-0.6b")
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--slots", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--output", type=Path, help="JSON file that gets the tables")
     options = parser.parse_args(arguments)
     try:
@@ -217,7 +222,8 @@ def main(arguments: list[str]) -> int:
         return error.exit_code
     report["device_name"] = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
     print(
-        f"{report['device_name']}, {options.backend}, {options.size} of {options.layers} layers, {DEPTH} live positions a row"
+        f"{report['device_name']}, {options.backend}, {options.size} of {options.layers} layers, {DEPTH} live "
+        "positions a row"
     )
     for name in ("steps", "steps_without_cuda_graphs", "capacity"):
         if name in report:

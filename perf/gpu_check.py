@@ -2,20 +2,23 @@
 
     build_scripts/gpu_check.sh [--output perf/results/gpu_check_h200.json] [--seconds 470]
 
-| part | what it shows | needs besides torch for CUDA, triton, cuda-bindings, pytest, onnx |
-|---|---|---|
-| kernels | kernels of MarkovHead and PrefixSelect against their references, in CUDA graphs, with poisoned surroundings | |
-| attention kernels | the same of RowAttention, prompt chunks too | |
-| device sessions | the graphs in PyTorch with the compiled kernels: against the CPU, in CUDA graphs | the package's own dependencies |
-| device runtime | greedy identity, chi-square, CUDA graphs and stream order on the CUDA reference engine | the package's own dependencies |
-| plugin microbenchmark | all plugins against straightforward torch and against the byte floor | |
-| device steps | a step table excerpt of the CUDA reference engine, eager against CUDA graphs | the package's own dependencies |
-| plugins in TensorRT | an engine with MarkovHead and PrefixSelect runs | tensorrt or tensorrt_rtx |
-| TensorRT engines | all plugins in the engines of a pair: numerics, in-place caches, mask, greedy identity, against the reference on the device | tensorrt or tensorrt_rtx |
-| TensorRT steps | a step table excerpt of TensorRT engines | tensorrt or tensorrt_rtx |
+Everything needs torch for CUDA, triton, cuda-bindings, pytest and onnx; some parts (P) the package's own dependencies,
+some (T) tensorrt or tensorrt_rtx besides.
 
-A part that does not fit the time left is reported as such and fails the check. Exit status: 0 all that can run here passed, 3 no
-GPU, 4 a part failed.
+| part | what it shows | needs |
+|---|---|---|
+| kernels | MarkovHead and PrefixSelect against their references, in CUDA graphs, with poisoned surroundings | |
+| attention kernels | the same of RowAttention, prompt chunks too | |
+| device sessions | the graphs in PyTorch with the compiled kernels: against the CPU, in CUDA graphs | P |
+| device runtime | greedy identity, chi-square, CUDA graphs and stream order on the CUDA reference engine | P |
+| plugin microbenchmark | all plugins against straightforward torch and against the byte floor | |
+| device steps | a step table excerpt of the CUDA reference engine, eager against CUDA graphs | P |
+| plugins in TensorRT | an engine with MarkovHead and PrefixSelect runs | T |
+| TensorRT engines | a pair's engines against the reference: numerics, in-place caches, mask, greedy identity | T |
+| TensorRT steps | a step table excerpt of TensorRT engines | T |
+
+A part that does not fit the time left is reported as such and fails the check. Exit status: 0 all that can run here
+passed, 3 no GPU, 4 a part failed.
 """
 
 from __future__ import annotations

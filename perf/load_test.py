@@ -69,8 +69,8 @@ def measure(
 ) -> LoadResult:
     """Load a running server. `num_requests` measured requests (default: 12, at least 3 rounds of `concurrency`).
 
-    `scheduler` is what the result is called. A load whose export is cut short is repeated: perf_analyzer now and then ends
-    well with a part of the file unwritten. Raises LoadTestError.
+    `scheduler` is what the result is called. A load whose export is cut short is repeated: perf_analyzer now and then
+    ends well with a part of the file unwritten. Raises LoadTestError.
     """
     num_measured = num_requests or max(12, 3 * concurrency)
     for _ in range(NUM_ATTEMPTS):

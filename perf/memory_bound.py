@@ -2,8 +2,8 @@
 
     python perf/memory_bound.py build/smollm2
 
-Prints one line and one JSON line. Each round compares steps with the bandwidth measured just before and after them, since on a
-shared machine it changes from second to second.
+Prints one line and one JSON line. Each round compares steps with the bandwidth measured just before and after them,
+since on a shared machine it changes from second to second.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ def one_token_batch() -> TargetBatch:
 
 
 def step_bytes(folder: Path) -> int:
-    """Bytes that a step has to read: every float32 weight once (a tied head is the embedding), and the context's K and V."""
+    """Bytes that a step has to read: every float32 weight once (a tied head is the embedding),
+    and the context's K and V."""
     decoder = json.loads((folder / "checkpoints" / "target.json").read_text())["decoder"]
     hidden, head_dim, num_kv_heads = decoder["hidden_size"], decoder["head_dim"], decoder["num_kv_heads"]
     attention = hidden * head_dim * (2 * decoder["num_heads"] + 2 * num_kv_heads)

@@ -2,8 +2,8 @@
 
     python perf/overhead.py build/smollm2
 
-The engines are wrapped by timers here, so the figure does not depend on what the loop says of itself. Only steps in which
-every request decodes are counted (no admission, no prefill).
+The engines are wrapped by timers here, so the figure does not depend on what the loop says of itself. Only steps in
+which every request decodes are counted (no admission, no prefill).
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def main(folder: Path) -> None:
         for num_requests in (1, min(16, deployment.recipe.max_slots))
     ]
     print(
-        f"{'mode':<14} {'setting':<8} {'requests':>8} {'steps':>6} {'step ms':>8} {'outside':>8} {'share':>7} {'limit':>6}"
+        f"{'mode':<14} {'setting':<8} {'requests':>8} {'steps':>6} {'step ms':>8} {'outside':>8} {'share':>7} "
+        f"{'limit':>6}"
     )
     for row in rows:
         print(

@@ -2,10 +2,10 @@
 
     python perf/plugin_microbench.py --output perf/results/plugins_h200.json
 
-The byte floor is what has to move through device memory at least (the tables in plugins/*/README.md), over the bandwidth of a large
-copy measured in the same run; where a weight fits the L2 cache a kernel can be faster than this floor. Both sides run as CUDA
-graphs, so that neither pays for Python; torch is timed without a graph too. Needs torch for CUDA, triton and cuda-bindings.
-Exit status 3: no GPU.
+The byte floor is what has to move through device memory at least (the tables in plugins/*/README.md), over the
+bandwidth of a large copy measured in the same run; where a weight fits the L2 cache a kernel can be faster than this
+floor. Both sides run as CUDA graphs, so that neither pays for Python; torch is timed without a graph too. Needs torch
+for CUDA, triton and cuda-bindings. Exit status 3: no GPU.
 """
 
 from __future__ import annotations
@@ -188,10 +188,13 @@ def _baseline(operation: Operation, inputs: Tensors) -> Callable[[], Tensors]:
 
 
 def table(rows: list[Row]) -> str:
-    columns = f"{'form':28}{'live':>6}{'R':>4}{'kernel us':>12}{'torch us':>12}{'no graph us':>13}{'floor us':>11}{'floor/kernel':>14}"
+    columns = (
+        f"{'form':28}{'live':>6}{'R':>4}{'kernel us':>12}{'torch us':>12}{'no graph us':>13}"
+        f"{'floor us':>11}{'floor/kernel':>14}"
+    )
     lines = [
-        f"{row.form:28}{row.num_live or '':>6}{row.num_requests:4}{row.kernel_us:12.1f}{row.torch_us:12.1f}{row.torch_without_graph_us:13.1f}"
-        f"{row.floor_us:11.2f}{row.floor_us / row.kernel_us:14.0%}"
+        f"{row.form:28}{row.num_live or '':>6}{row.num_requests:4}{row.kernel_us:12.1f}{row.torch_us:12.1f}"
+        f"{row.torch_without_graph_us:13.1f}{row.floor_us:11.2f}{row.floor_us / row.kernel_us:14.0%}"
         for row in rows
     ]
     return "\n".join([columns, *lines])

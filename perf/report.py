@@ -1,7 +1,7 @@
 """From perf_analyzer's profile export to the numbers that matter for speculative decoding.
 
-perf_analyzer counts responses; a response of a speculative step carries several tokens, so everything here counts tokens
-(`num_output_tokens`) instead. Draft statistics come with the last response of each request.
+perf_analyzer counts responses; a response of a speculative step carries several tokens, so everything here counts
+tokens (`num_output_tokens`) instead. Draft statistics come with the last response of each request.
 """
 
 from __future__ import annotations

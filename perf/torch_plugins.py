@@ -1,4 +1,5 @@
-"""MarkovHead and PrefixSelect in plain torch, as one would write them first: what the microbenchmark compares the kernels with.
+"""MarkovHead and PrefixSelect in plain torch, as one would write them first:
+what the microbenchmark compares the kernels with.
 
 Shape letters: `R` requests, `G` gamma, `V` vocabulary, `D` hidden, `r` Markov rank, `T` packed tokens, `B` KV rows.
 """

@@ -27,7 +27,8 @@ class Form(Protocol):
 def form_node(
     op_type: str, form: Form, inputs: Sequence[str], outputs: Sequence[str], *, name: str | None = None
 ) -> onnx.NodeProto:
-    """A node that calls a function, with the attributes that a TensorRT plugin reads; named like its operation if not otherwise.
+    """A node that calls a function, with the attributes that a TensorRT plugin reads;
+    named like its operation if not otherwise.
 
     `inputs` and `outputs` are value names in the order of `form.input_names` and `form.output_names`.
     """

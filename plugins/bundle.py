@@ -1,4 +1,5 @@
-"""Compiled kernels of one operation: machine code for one or more GPU architectures (SM) and what a launch needs to know.
+"""Compiled kernels of one operation: machine code for one or more GPU architectures (SM)
+and what a launch needs to know.
 
 A bundle is one file. Engines embed it, so that running an engine needs neither Triton nor a second file.
 """
@@ -22,6 +23,12 @@ _INDEX = "kernels.json"
 _TIMESTAMP = (1980, 1, 1, 0, 0, 0)  # the same kernels make the same bytes
 
 
+def kernel_sm(sm: int) -> int | None:
+    """The architecture that kernels are compiled for so that they run on `sm`; None where there is none."""
+    usable = [known for known in SUPPORTED_SMS if known == sm or (sm // 10 == 8 == known // 10 and known < sm)]
+    return max(usable, default=None)
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
     name: str
@@ -43,15 +50,15 @@ class KernelBundle:
     def for_device(self, major: int, minor: int) -> tuple[CompiledKernel, ...]:
         """Kernels that run on compute capability major.minor.
 
-        Code for 8.x runs on every later 8.y; from 9.0 on it is specific to the architecture. Raises ValueError when there are
-        none.
+        Code for 8.x runs on every later 8.y; from 9.0 on it is specific to the architecture. Raises ValueError when
+        there are none.
         """
         capability = 10 * major + minor
         usable = [sm for sm in self.kernels if sm == capability or (major == 8 and 80 <= sm <= capability)]
         if not usable:
             raise ValueError(
-                f"{self.operation}: expected kernels for SM {capability}, found SM {sorted(self.kernels)}; compile them for "
-                "this GPU with build_scripts/compile_plugins.py, or build the engine again on it"
+                f"{self.operation}: expected kernels for SM {capability}, found SM {sorted(self.kernels)}; compile "
+                "them for this GPU with build_scripts/compile_plugins.py, or build the engine again on it"
             )
         return self.kernels[max(usable)]
 

@@ -1,7 +1,7 @@
 """Launches compiled kernels through the CUDA driver (cuda-python), for the TensorRT plugin and for torch tensors alike.
 
-A call is a fixed list of launches on one stream: nothing is allocated, copied to the host or waited for, so it can be captured
-in a CUDA graph.
+A call is a fixed list of launches on one stream: nothing is allocated, copied to the host or waited for, so it can be
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class LoadedKernels:
     """
 
     def __init__(self, operation: Operation, bundle: KernelBundle) -> None:
-        """Raises ValueError when the bundle is of another form or has no code for this GPU, RuntimeError on CUDA errors."""
+        """Raises ValueError when the bundle is of another form or has no code for this GPU,
+        RuntimeError on CUDA errors."""
         if (bundle.operation, dict(bundle.attributes)) != (operation.name, dict(operation.attributes)):
             raise ValueError(
                 f"expected kernels of {operation.name} {dict(operation.attributes)}, found {bundle.operation} "
@@ -62,7 +63,8 @@ class LoadedKernels:
             self._functions[name] = _checked(driver.cuKernelGetFunction(handle))
 
     def enqueue(self, extents: Extents, pointers: Mapping[str, int], stream: int) -> None:
-        """Launch everything on `stream`. `pointers`: device addresses of inputs, outputs and workspace by tensor name."""
+        """Launch everything on `stream`. `pointers`:
+        device addresses of inputs, outputs and workspace by tensor name."""
         for name, pointer in pointers.items():
             if pointer % POINTER_ALIGNMENT:
                 raise ValueError(
@@ -162,6 +164,6 @@ class TorchOperation:
         expected = (tensor.shape_in(extents), getattr(self._torch, tensor.element_type))
         if (tuple(value.shape), value.dtype) != expected or not value.is_contiguous() or not value.is_cuda:
             raise ValueError(
-                f"{tensor.name}: expected a contiguous CUDA tensor of {expected}, found {tuple(value.shape)} {value.dtype} on "
-                f"{value.device}"
+                f"{tensor.name}: expected a contiguous CUDA tensor of {expected}, found {tuple(value.shape)} "
+                f"{value.dtype} on {value.device}"
             )

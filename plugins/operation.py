@@ -1,7 +1,7 @@
 """What an operation on a GPU is made of: tensors, kernels, launches. Needs nothing but Python.
 
-An operation says which kernels it has and in which order they are launched for given sizes. Three things follow that order:
-the CPU interpreter in the tests, the launcher for torch tensors and the TensorRT plugin.
+An operation says which kernels it has and in which order they are launched for given sizes. Three things follow that
+order: the CPU interpreter in the tests, the launcher for torch tensors and the TensorRT plugin.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def operations_in(model: onnx.ModelProto) -> list[Operation]:
 
 
 def check_kernels(model: onnx.ModelProto, bundles: Sequence[KernelBundle]) -> None:
-    """Raises ValueError when a node has no bundle of its form, of which the parser would say that it cannot be created."""
+    """Raises ValueError when a node has no bundle of its form,
+    of which the parser would say that it cannot be created."""
     found = [(bundle.operation, dict(bundle.attributes)) for bundle in bundles]
     for operation in operations_in(model):
         if (operation.name, dict(operation.attributes)) not in found:

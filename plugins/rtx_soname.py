@@ -1,8 +1,8 @@
 """Works around a packaging defect of the tensorrt-rtx wheels, on Linux.
 
 The ONNX parser opens `libtensorrt_rtx.so` when it meets the first plugin node, but the wheel has that library as
-`libtensorrt_rtx.so.1` only, and the process is ended without an exception. The parser library searches beside itself. So it is
-loaded through links in a folder of its own, where the second link has the name that it asks for.
+`libtensorrt_rtx.so.1` only, and the process is ended without an exception. The parser library searches beside itself.
+So it is loaded through links in a folder of its own, where the second link has the name that it asks for.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def provide_library_name() -> None:
         return
     if _MODULE in sys.modules:
         raise ImportError(
-            f"{_MODULE} was imported before plugins.rtx_soname could give its parser the library {_ASKED_FOR}, and a plugin "
-            "node would end the process; import it through dspark_trt_plugins.trt_plugin.load_tensorrt()"
+            f"{_MODULE} was imported before plugins.rtx_soname could give its parser the library {_ASKED_FOR}, and a "
+            "plugin node would end the process; import it through dspark_trt_plugins.trt_plugin.load_tensorrt()"
         )
     folder = tempfile.TemporaryDirectory(prefix="tensorrt_rtx_")
     for name, target in ((_PARSER, _PARSER), (_RUNTIME, _RUNTIME), (_ASKED_FOR, _RUNTIME)):

@@ -1,7 +1,8 @@
 """TensorRT plugins made of operations: one class for all, for `tensorrt` (11.1 or later) and for `tensorrt_rtx`.
 
-A plugin is placed by the ONNX parser: a node of domain `dspark` whose attributes `plugin_namespace` and `plugin_version` match a
-registered creator. The attributes of the form reach the creator as fields. The engine keeps them and the kernels.
+A plugin is placed by the ONNX parser: a node of domain `dspark` whose attributes `plugin_namespace` and
+`plugin_version` match a registered creator. The attributes of the form reach the creator as fields. The engine keeps
+them and the kernels.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def load_tensorrt(name: str | None = None) -> Any:
 def register(
     trt: Any, name: str, form_type: type[Any], factory: OperationFactory, bundles: Sequence[KernelBundle]
 ) -> None:
-    """Let the parser and the runtime of `trt` make plugins of one operation; kernels are looked up in `bundles` by form.
+    """Let the parser and the runtime of `trt` make plugins of one operation;
+    kernels are looked up in `bundles` by form.
 
     Registering again replaces the bundles. A runtime needs none: an engine has its own.
     """
@@ -95,7 +97,8 @@ def _classes(trt: Any) -> tuple[type, type]:
     }
 
     class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
-        """One operation as a TensorRT plugin: linear formats, element types of the form, workspace as the operation says."""
+        """One operation as a TensorRT plugin:
+        linear formats, element types of the form, workspace as the operation says."""
 
         def __init__(self, operation: Operation, bundle: KernelBundle) -> None:
             for base in Plugin.__bases__:

@@ -1,7 +1,7 @@
 """Fixtures that several test folders share. What is missing is fetched or built, never skipped.
 
-Imports stand inside: the kernel tests of tests/gpu run on hosts that have torch and triton but not all of the package's own
-dependencies.
+Imports stand inside: the kernel tests of tests/gpu run on hosts that have torch and triton but not all of the package's
+own dependencies.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Which backend builds, in which precision and for which GPUs; and whether this machine can do it, before the first stage.
+"""Which backend builds, in which precision and for which GPUs;
+and whether this machine can do it, before the first stage.
 
 `auto` takes the best that is there: `tensorrt`, `tensorrt_rtx`, else `onnxruntime`.
 """
@@ -7,8 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
-from dspark_trt.building.recipe import Backend, BuildRecipe, Precision
+from dspark_trt.building.recipe import Backend, BuildRecipe
+from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.tensorrt.library import Library, check_library, check_sms
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
 from dspark_trt.log import get_logger
@@ -30,12 +33,23 @@ _AHEAD_OF_TIME = (
 _WITHOUT_GPU = f"without a GPU, `--backend onnxruntime` builds for this CPU, and {_AHEAD_OF_TIME}"
 
 
-def resolve_backend(recipe: BuildRecipe) -> BuildRecipe:
-    """Backend, precision and compute capabilities as they will be built: no `auto` and no None after this.
+@dataclass(frozen=True, slots=True)
+class BackendChoice:
+    """Backend, precision and compute capabilities as they will be built: no `auto` and no None."""
 
-    Raises RecipeError when they do not go together; EnvironmentMissingError with everything that this machine lacks.
-    """
-    backend = _best(recipe) if recipe.backend == "auto" else recipe.backend
+    recipe: BuildRecipe
+    reason: str  # why this backend, for a person
+
+
+def resolve_backend(recipe: BuildRecipe) -> BuildRecipe:
+    """The recipe as `choose_backend` has it."""
+    return choose_backend(recipe).recipe
+
+
+def choose_backend(recipe: BuildRecipe) -> BackendChoice:
+    """Raises RecipeError when what is asked for does not go together; EnvironmentMissingError with everything that this
+    machine lacks."""
+    backend, reason = _best(recipe) if recipe.backend == "auto" else (recipe.backend, "asked for")
     _check_combination(recipe, backend)
     sms: tuple[int, ...] = ()
     if backend in ("tensorrt", "tensorrt_rtx"):
@@ -47,28 +61,31 @@ def resolve_backend(recipe: BuildRecipe) -> BuildRecipe:
         sms = targets if backend == "tensorrt_rtx" else ()
     precision = recipe.precision or PRECISIONS[backend][0]
     logger.info("backend: %s, %s", backend, precision)
-    return recipe.model_copy(update={"backend": backend, "precision": precision, "compute_capabilities": sms})
+    resolved = recipe.model_copy(update={"backend": backend, "precision": precision, "compute_capabilities": sms})
+    return BackendChoice(resolved, reason)
 
 
-def _best(recipe: BuildRecipe) -> Backend:
-    """The best backend that has the precision asked for; why it is none of a GPU is logged, or said in the error."""
+def _best(recipe: BuildRecipe) -> tuple[Backend, str]:
+    """The best backend that has the precision asked for, and why it is that one: where a GPU stays unused, a
+    warning."""
     if recipe.precision in PRECISIONS["onnxruntime"]:
-        logger.info("backend: engines of %s are made by onnxruntime only", recipe.precision)
-        return "onnxruntime"
+        return "onnxruntime", f"engines of {recipe.precision} are made by onnxruntime only"
     gpu = look_for_gpu()
     reasons = [str(gpu)]
     for library in _LIBRARIES if isinstance(gpu, Gpu) else ():
         if not (lacks := list(_lacks(library, gpu, _sms_here(gpu)))):
-            return library
+            return library, f"the best for {gpu}"
         reasons.append(f"{library}: {'; '.join(lacks)}")
     found = ". ".join(reasons)
     if recipe.precision is not None:
         raise EnvironmentMissingError(
-            f"precision {recipe.precision} is for the backends tensorrt and tensorrt_rtx, and this machine can use neither ({found}); "
-            f"leave --precision out to build for its CPU, or name the backend: {_AHEAD_OF_TIME}"
+            f"precision {recipe.precision} is for the backends tensorrt and tensorrt_rtx, and this machine can use "
+            f"neither ({found}); leave --precision out to build for its CPU, or name the backend: {_AHEAD_OF_TIME}"
         )
-    logger.log(logging.WARNING if isinstance(gpu, Gpu) else logging.INFO, "backend: onnxruntime, found %s", found)
-    return "onnxruntime"
+    is_unused = isinstance(gpu, Gpu) or gpu.has_driver
+    fix = f"; a GPU stays unused: {gpu.fix}" if is_unused and isinstance(gpu, NoGpu) else ""
+    logger.log(logging.WARNING if is_unused else logging.INFO, "backend: onnxruntime, found %s%s", found, fix)
+    return "onnxruntime", f"found {found}"
 
 
 def _check_combination(recipe: BuildRecipe, backend: Backend) -> None:
@@ -80,13 +97,13 @@ def _check_combination(recipe: BuildRecipe, backend: Backend) -> None:
             else ("its attention kernels are of 16 bits, and it quantises nothing", "use --backend onnxruntime")
         )
         raise RecipeError(
-            f"precision: backend {backend} expects {' or '.join(known)}, found {recipe.precision}: {why}; {instead}, or leave "
-            f"--precision out for {known[0]}"
+            f"precision: backend {backend} expects {' or '.join(known)}, found {recipe.precision}: {why}; {instead}, "
+            f"or leave --precision out for {known[0]}"
         )
     if recipe.compute_capabilities and backend != "tensorrt_rtx":
         raise RecipeError(
-            f"compute_capabilities: found {list(recipe.compute_capabilities)} with backend {backend}, which builds for the "
-            "machine it runs on; leave --compute-capability out, or use --backend tensorrt_rtx"
+            f"compute_capabilities: found {list(recipe.compute_capabilities)} with backend {backend}, which builds "
+            "for the machine it runs on; leave --compute-capability out, or use --backend tensorrt_rtx"
         )
     if recipe.num_threads is not None and backend != "onnxruntime":
         raise RecipeError(
@@ -106,7 +123,8 @@ def _check_sms_asked_for(sms: tuple[int, ...], library: Library) -> None:
 def _lacks(library: Library, gpu: Gpu | NoGpu, sms: tuple[int, ...]) -> Iterator[str]:
     """What is missing here for building engines for `sms`, each with what to do about it.
 
-    Engines for other GPUs than the one here are compiled only: the device runtime is needed where they are timed and run.
+    Engines for other GPUs than the one here are compiled only: the device runtime is needed where they are timed and
+    run.
     """
     if not sms and isinstance(gpu, NoGpu):
         yield f"{gpu}, and engines are compiled and timed on the GPU that serves: {gpu.fix}; {_WITHOUT_GPU}"

@@ -2,8 +2,8 @@
 
     checkpoint -> graph -> engine -> step table + calibration -> model repository
 
-Each stage is a folder with a manifest (see manifest.py). A stage that is there and matches is kept; a stage that failed or
-was interrupted leaves nothing, and the next run goes on from there.
+Each stage is a folder with a manifest (see manifest.py). A stage that is there and matches is kept; a stage that failed
+or was interrupted leaves nothing, and the next run goes on from there.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dspark_trt.building.backends import resolve_backend
 from dspark_trt.building.context import Context
+from dspark_trt.building.limits import check_recipe
 from dspark_trt.building.manifest import (
     MANIFEST_NAME,
     SCHEMA_VERSION,
@@ -31,21 +33,21 @@ from dspark_trt.building.manifest import (
     read_summary,
     record_inputs,
     record_outputs,
-    remove_partial,
-    replace_folder,
+    sealed_json,
     stage_key,
-    write_atomically,
     write_manifest,
 )
+from dspark_trt.building.plan import make_plan
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.building.stages import STAGES, Stage
 from dspark_trt.errors import ManifestError, RecipeError
+from dspark_trt.files import remove_partial, replace_folder, write_atomically
 from dspark_trt.log import get_logger
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
 
 logger = get_logger(__name__)
 
-Progress = Callable[[str, float], None]  # stage, fraction done 0..1
+StageProgress = Callable[[str, float], None]  # stage, fraction done 0..1
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +62,18 @@ def build(
     output: Path,
     *,
     verify: bool = False,
-    progress: Progress = lambda stage, fraction: None,
+    progress: StageProgress = lambda stage, fraction: None,
 ) -> list[StageResult]:
     """Make or complete the build directory `output`.
 
     Args:
         verify: hash kept files again instead of trusting size, modification time and inode.
 
-    Raises: RecipeError, CheckpointError, PairingError, ExportError, EngineBuildError, EnvironmentMissingError; ManifestError
+    Raises: RecipeError, CheckpointError, PairingError, ExportError, EngineBuildError, EnvironmentMissingError;
+        ManifestError
         when `output` holds something that is not a build, or another build is running in it.
     """
-    recipe = resolve(recipe)
+    recipe = make_plan(recipe, output).recipe
     _claim(output)
     context = Context(recipe, output)
     results: list[StageResult] = []
@@ -84,29 +87,25 @@ def build(
             results.append(StageResult(stage.name, was_built, time.perf_counter() - start))
         resolved = recipe.model_copy(update={"max_seq_len": context.limits.max_seq_len})
         summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=resolved, stages=keys)
-        write_atomically(output / MANIFEST_NAME, summary.model_dump_json(indent=1) + "\n")
+        write_atomically(output / MANIFEST_NAME, sealed_json(summary.model_dump(mode="json")))
     return results
 
 
 def resolve(recipe: BuildRecipe) -> BuildRecipe:
     """No `auto` after this point, and a machine that can build it. Raises RecipeError, EnvironmentMissingError."""
-    if recipe.max_batch_tokens < recipe.max_slots:
-        raise RecipeError(
-            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not hold one "
-            "token of every request; raise --max-batch-tokens or lower --max-slots"
-        )
+    check_recipe(recipe)
     return resolve_backend(recipe)
 
 
 def _complete(
-    stage: Stage, context: Context, keys: Mapping[str, str], verify: bool, progress: Progress
+    stage: Stage, context: Context, keys: Mapping[str, str], verify: bool, progress: StageProgress
 ) -> tuple[str, bool]:
     folder = context.output / stage.name
     remove_partial(folder)
     known = _known_manifest(folder)
     inputs = record_inputs(stage.inputs(context), known.inputs if known and not verify else {})
     predecessors = {name: keys[name] for name in stage.predecessors}
-    settings = stage.settings(context) | {"code": {name: code_hash(name) for name in stage.packages(context)}}
+    settings = stage_settings(stage, context)
     key = stage_key(stage.name, settings, predecessors, inputs)
     if known is not None and known.key == key and _is_intact(folder, known, verify):
         logger.info("%s: kept", stage.name)
@@ -128,6 +127,11 @@ def _complete(
         )
         write_manifest(scratch, manifest)
     return key, True
+
+
+def stage_settings(stage: Stage, context: Context) -> dict[str, Any]:
+    """What decides a stage beside its input files and the stages before it: settings, and the code that makes it."""
+    return stage.settings(context) | {"code": {name: code_hash(name) for name in stage.packages(context)}}
 
 
 @contextmanager

@@ -6,12 +6,13 @@ import json
 from functools import cached_property
 from pathlib import Path
 
-from dspark_trt.building.recipe import BuildRecipe, Precision
+from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.pairing import check_pairing
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.spec_json import target_spec_from_json
 from dspark_trt.checkpoints.target import read_target
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.settings import EngineSettings, GpuIdentity
 from dspark_trt.machine.gpu import Gpu, NoGpu, look_for_gpu
@@ -43,7 +44,8 @@ class Context:
 
     @cached_property
     def engine_settings(self) -> EngineSettings:
-        """What engines are compiled for. With given compute capabilities it does not depend on the machine that compiles."""
+        """What engines are compiled for.
+        With given compute capabilities it does not depend on the machine that compiles."""
         recipe = self.recipe
         match recipe.backend:
             case "tensorrt" | "tensorrt_rtx":

@@ -1,4 +1,4 @@
-"""Ctrl-C while native code calls back into Python: an exception in a callback ends the callback, not what it is called from."""
+"""Signals while native code calls back into Python: an exception in a callback ends the callback, not its caller."""
 
 from __future__ import annotations
 
@@ -7,32 +7,35 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Callable[[], None]]:
-    """Within the block SIGINT raises nothing; the yielded function raises the KeyboardInterrupt where it is wanted.
+    """Within the block no signal that ends the program is heard; the yielded function hears it where it is wanted.
 
-    At the end of the block it is raised in any case, also in place of what the block ends with. Signals reach the main thread
-    only: in another, or where a program handles SIGINT itself, the block changes nothing.
+    At the end of the block it is heard in any case, also in place of what the block ends with: the handler that was
+    there is called, and raises. Signals reach the main thread only: in another the block changes nothing, and neither
+    does it where no Python function handles a signal.
     """
-    is_interrupted = False
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal is_interrupted
-        is_interrupted = True
+    noted: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
 
     def check() -> None:
-        if is_interrupted:
-            raise KeyboardInterrupt
+        while noted:
+            number, frame = noted.pop()
+            handlers[number](number, frame)
 
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        yield check
-        return
-    signal.signal(signal.SIGINT, note)
+    if threading.current_thread() is threading.main_thread():
+        for number in _ENDING:
+            if callable(handler := signal.getsignal(number)):
+                handlers[number] = handler
+                signal.signal(number, lambda number, frame: noted.append((number, frame)))
     try:
         yield check
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for handled, handler in handlers.items():
+            signal.signal(handled, handler)
         check()

@@ -1,19 +1,16 @@
 """Versioned manifests with a sha256 chain: every stage of a build says what it was made from and what it wrote.
 
-A stage is a folder of the build directory with a `manifest.json`. Its `key` is the sha256 of everything that decides its
-content: settings, sha256 of its input files, keys of the stages before it, and the schema version. A stage whose recorded
-key is the wanted one, and whose files are unchanged, is skipped. "Unchanged" is decided by size, modification time and
-inode; where those differ (a copied or moved directory), or under `verify`, the bytes are hashed again.
+A stage is a folder of the build directory with a `manifest.json`. Its `key` is the sha256 of everything that decides
+its content: settings, sha256 of its input files, keys of the stages before it, and the schema version. A stage whose
+recorded key is the wanted one, and whose files are unchanged, is skipped. "Unchanged" is decided by size, modification
+time and inode; where those differ (a copied or moved directory), or under `verify`, the bytes are hashed again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,6 +65,7 @@ class StageManifest(BaseModel):
     outputs: dict[str, FileRecord]  # path within the stage folder -> record
     created: str
     versions: dict[str, str]
+    sha256: str = ""  # of everything else in the file; set when it is written, checked when it is read
 
 
 class BuildSummary(BaseModel):
@@ -78,6 +76,7 @@ class BuildSummary(BaseModel):
     schema_version: int
     recipe: BuildRecipe  # resolved
     stages: dict[str, str]  # stage name -> key, in build order
+    sha256: str = ""  # as in StageManifest
 
 
 def hash_key(*parts: Any) -> str:
@@ -142,12 +141,23 @@ def _read(path: Path, model: type[Model]) -> Model:
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:
         raise ManifestError(f"{path}: expected schema_version {SCHEMA_VERSION}, found {found}; build again")
+    if data.get("sha256") != _seal(data):
+        raise ManifestError(f"{path} was edited: its sha256 is not that of its content; run `dspark-trt build` again")
     try:
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ManifestError(f"{path}: {where}: {first['msg']}; remove {path.parent} and build again") from None
+
+
+def sealed_json(data: Mapping[str, Any]) -> str:
+    """The text of a manifest file with this content: its own sha256 comes with it."""
+    return json.dumps({**data, "sha256": _seal(data)}, indent=1) + "\n"
+
+
+def _seal(data: Mapping[str, Any]) -> str:
+    return hash_key({name: value for name, value in data.items() if name != "sha256"})
 
 
 def check_chain(build: Path, summary: BuildSummary, stages: Mapping[str, StageManifest]) -> None:
@@ -163,13 +173,14 @@ def check_chain(build: Path, summary: BuildSummary, stages: Mapping[str, StageMa
         for said_by, key in links.items():
             if key != manifest.key:
                 raise ManifestError(
-                    f"{build / name}: key {manifest.key[:16]}… does not match {key[:16]}… of {said_by}: the stage comes from "
-                    "another build or was edited, or a build was not finished here; run `dspark-trt build` again"
+                    f"{build / name}: key {manifest.key[:16]}… does not match {key[:16]}… of {said_by}: the stage "
+                    "comes from another build or was edited, or a build was not finished here; run `dspark-trt build` "
+                    "again"
                 )
 
 
 def write_manifest(folder: Path, manifest: StageManifest) -> None:
-    (folder / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=1) + "\n")
+    (folder / MANIFEST_NAME).write_text(sealed_json(manifest.model_dump(mode="json")))
 
 
 def record_inputs(files: Iterable[Path], known: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
@@ -183,54 +194,24 @@ def record_outputs(folder: Path) -> dict[str, FileRecord]:
     return {str(path.relative_to(folder)): FileRecord.of(path) for path in files}
 
 
+def check_outputs_exist(folder: Path, manifest: StageManifest) -> None:
+    """Raises ManifestError that names the first file that is missing."""
+    for name in manifest.outputs:
+        if not (folder / name).is_file():
+            raise ManifestError(f"{folder / name} is missing; run `dspark-trt build` again")
+
+
 def check_outputs(folder: Path, manifest: StageManifest, *, verify: bool = False) -> None:
     """Raises ManifestError that names the first file that is missing or whose bytes changed."""
+    check_outputs_exist(folder, manifest)
     for name, record in manifest.outputs.items():
         path = folder / name
-        if not path.is_file():
-            raise ManifestError(f"{path} is missing; run `dspark-trt build` again")
         found = FileRecord.of(path, None if verify else record).sha256
         if found != record.sha256:
             raise ManifestError(
                 f"{path} was changed: expected sha256 {record.sha256[:16]}…, found {found[:16]}…; "
                 f"remove {folder} and run `dspark-trt build` again"
             )
-
-
-@contextmanager
-def replace_folder(destination: Path) -> Iterator[Path]:
-    """A scratch folder beside `destination` that takes its place when the block ends well and vanishes when it does not."""
-    scratch = _scratch(destination)
-    remove_partial(destination)
-    scratch.mkdir(parents=True)
-    try:
-        yield scratch
-        if destination.exists():
-            destination.rename(_retired(destination))
-        scratch.rename(destination)
-    finally:
-        remove_partial(destination)
-
-
-def remove_partial(destination: Path) -> None:
-    """Clear what an interrupted run left behind."""
-    for folder in (_scratch(destination), _retired(destination)):
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _scratch(destination: Path) -> Path:
-    return destination.with_name(f".{destination.name}.partial")
-
-
-def _retired(destination: Path) -> Path:
-    """Where the old folder waits for its removal, so that no folder under its own name is ever half removed."""
-    return destination.with_name(f".{destination.name}.old.partial")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}.partial")
-    scratch.write_text(text)
-    os.replace(scratch, path)
 
 
 def now() -> str:

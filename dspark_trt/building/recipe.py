@@ -1,17 +1,24 @@
-"""The build recipe: everything that decides what `dspark-trt build` makes, resolved before the first stage runs."""
+"""The build recipe: everything that decides what `dspark-trt build` makes, resolved before the first stage runs.
+
+Its fields are the one declaration of the command's options: names, types, help texts and defaults; keys of recipe
+files; and the table in docs/operations.md.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from dspark_trt.building.option import Option, abridged
+from dspark_trt.contract.precision import Precision
+from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
-Precision = Literal["fp32", "int8", "int4", "bf16", "fp16"]
+DrafterPrecision = Literal["fp32", "int8"]
 
 
 class BuildRecipe(BaseModel):
@@ -19,20 +26,60 @@ class BuildRecipe(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    target: str  # Hugging Face folder or hub id, or a GGUF file
-    drafter: str  # Hugging Face folder or hub id
-    target_revision: str | None = None
-    drafter_revision: str | None = None
-    backend: Backend = "auto"
-    precision: Precision | None = None  # None: fp32 on onnxruntime, bf16 on tensorrt and tensorrt_rtx
-    compute_capabilities: tuple[int, ...] = ()  # tensorrt_rtx: SM to compile for, e.g. 89; empty: the GPU here
-    max_slots: int = Field(default=32, ge=1, le=1024)
-    max_seq_len: int | None = Field(default=None, ge=16)  # None: 4096, or the target's own limit where that is less
-    max_batch_tokens: int = Field(default=512, ge=16)
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    engine_model_name: Literal["dspark", "tensorrt_llm"] = "dspark"
-    num_threads: int | None = Field(default=None, ge=1, le=256)  # None: the cores this process may use
-    markov_top_n: int = Field(default=0, ge=0)  # a slot's drafts come from its so many largest base logits; 0: from all
+    target: str = Field(description="Hugging Face folder or hub id, or a GGUF file.")
+    drafter: str = Field(description="DSpark checkpoint: Hugging Face folder or hub id.")
+    target_revision: str | None = Field(default=None, description="Commit, tag or branch of the target's hub id.")
+    drafter_revision: str | None = Field(default=None, description="Commit, tag or branch of the drafter's hub id.")
+    backend: Backend = Field(
+        default="auto", description="What compiles and runs the engines; auto: the best that is here."
+    )
+    precision: Annotated[Precision | None, Option(default="fp32; bf16 on a GPU")] = Field(
+        default=None,
+        description="Of the engines. onnxruntime: fp32, or 8- or 4-bit weights, opt-in; tensorrt and tensorrt_rtx: "
+        "bf16, fp16.",
+    )
+    compute_capabilities: Annotated[
+        tuple[int, ...], Option(default="the GPU here", flag="--compute-capability", metavar="SM")
+    ] = Field(default=(), description="tensorrt_rtx: SM to compile for ahead of time, e.g. 89; several times.")
+    max_slots: int = Field(
+        default=32, ge=1, le=1024, description="Requests decoded at once; KV memory is taken for all of them."
+    )
+    max_seq_len: Annotated[int | None, Option(default="4096, or the target's limit")] = Field(
+        default=None, ge=16, description="Prompt and generated tokens of a request."
+    )
+    max_batch_tokens: int = Field(
+        default=512, ge=16, description="Packed tokens of a step: verification first, the rest is prefill."
+    )
+    scheduler: str = Field(
+        default="auto",
+        description="How verify lengths are chosen where `serve` and `generate` do not say: off, fixed, fixed:K, "
+        "threshold:C, "
+        "early_stop, lagged_budget or auto.",
+    )
+    draft_vocab: Annotated[str | int, Option(metavar="auto|all|N")] = Field(
+        default="auto",
+        description="Token ids that the drafter proposes: all, the N most frequent, or what measures best.",
+    )
+    drafter_precision: Annotated[DrafterPrecision | None, Option(default="auto")] = Field(
+        default=None, description="Of the drafter's weights, on onnxruntime; auto: what measures best."
+    )
+    markov_top_n: Annotated[int | None, Option(default="auto", metavar="N|auto")] = Field(
+        default=None,
+        ge=0,
+        description="Draft from the N largest base logits of a slot; 0: from all; auto: what measures best.",
+    )
+    calibration: Annotated[Path | None, Option(default="measured")] = Field(
+        default=None, description="Calibration file to use, as a build writes it, in place of measuring one."
+    )
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Option(default='Qwen3: {"enable_thinking": false}', metavar="JSON")
+    ] = Field(default_factory=dict, description="Object handed to the chat template.")
+    engine_model_name: Literal["dspark", "tensorrt_llm"] = Field(
+        default="dspark", description="Name of the engine model in Triton; TensorRT-LLM's clients expect tensorrt_llm."
+    )
+    num_threads: Annotated[int | None, Option(default="the cores here")] = Field(
+        default=None, ge=1, le=256, description="onnxruntime: threads of an engine."
+    )
 
     @field_validator("*", mode="before")
     @classmethod
@@ -40,6 +87,11 @@ class BuildRecipe(BaseModel):
         if any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value])):
             raise ValueError("expected no truth value")
         return value
+
+    @field_validator("precision", "drafter_precision", "markov_top_n", "max_seq_len", "num_threads", mode="before")
+    @classmethod
+    def _auto_is_none(cls, value: Any) -> Any:
+        return None if value == "auto" else value
 
     @field_validator("compute_capabilities", mode="before")
     @classmethod
@@ -53,33 +105,60 @@ class BuildRecipe(BaseModel):
     def _once_each(cls, value: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sorted(set(value)))
 
+    @field_validator("scheduler")
+    @classmethod
+    def _known_scheduler(cls, value: str) -> str:
+        try:
+            parse_scheduler(value)
+        except RecipeError as error:
+            raise ValueError(str(error).removeprefix("scheduler").lstrip(": ")) from None
+        return value
+
+    @field_validator("draft_vocab", mode="before")
+    @classmethod
+    def _known_draft_vocab(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.isdecimal():
+            value = int(value)
+        if value not in ("auto", "all") and not (isinstance(value, int) and value >= 1):
+            raise ValueError("expected auto, all or a number of tokens >= 1")
+        return value
+
+    @field_validator("calibration")
+    @classmethod
+    def _from_home(cls, value: Path | None) -> Path | None:
+        return None if value is None else value.expanduser().absolute()
+
 
 def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
     """Read a YAML recipe (optional) and lay command-line options over it; options that are None do not count.
 
     Raises RecipeError that names the key, what was found and what is accepted.
     """
-    values: dict[str, Any] = {}
-    if path is not None:
-        try:
-            loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise RecipeError(f"recipe {path} does not exist; give --recipe an existing YAML file") from None
-        except OSError as error:
-            raise RecipeError(f"recipe {path} cannot be read ({error.strerror}); give --recipe a YAML file") from None
-        except (UnicodeDecodeError, yaml.YAMLError) as error:
-            raise RecipeError(f"recipe {path} is not valid YAML: {error}") from None
-        if loaded is not None and not isinstance(loaded, dict):
-            raise RecipeError(f"recipe {path}: expected a mapping of keys, found {type(loaded).__name__}")
-        values |= loaded or {}
+    values = _read_yaml(path) if path is not None else {}
     values |= {key: value for key, value in overrides.items() if value is not None}
     try:
         return BuildRecipe.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"]) or "recipe"
+        if first["type"] == "missing":
+            raise RecipeError(f"{key}: Field required; give --{key} or, in a --recipe file, {key}: …") from None
         accepted = ", ".join(BuildRecipe.model_fields)
         hint = f" (known keys: {accepted})" if first["type"] == "extra_forbidden" else ""
         raise RecipeError(
-            f"{key}: {first['msg'].removeprefix('Value error, ')}, found {first.get('input')!r}{hint}"
+            f"{key}: {first['msg'].removeprefix('Value error, ')}, found {abridged(first.get('input'))}{hint}"
         ) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"recipe {path} does not exist; give --recipe an existing YAML file") from None
+    except OSError as error:
+        raise RecipeError(f"recipe {path} cannot be read ({error.strerror}); give --recipe a YAML file") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"recipe {path} is not valid YAML: {error}") from None
+    if loaded is not None and not isinstance(loaded, dict):
+        raise RecipeError(f"recipe {path}: expected a mapping of keys, found {type(loaded).__name__}")
+    return loaded or {}

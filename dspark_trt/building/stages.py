@@ -9,29 +9,36 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.building.context import Context
+from dspark_trt.building.drafter_graphs import write_drafter
 from dspark_trt.building.interrupts import deferred_interrupt
+from dspark_trt.calibration.file import CALIBRATION_FILE
+from dspark_trt.calibration.prompts import packaged_prompts
+from dspark_trt.calibration.run import calibrate
 from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
+from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import open_engines
 from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
-from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.heads import check_top_n
 from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.select import write_select_graph
 from dspark_trt.graphs.target import write_target_graph
+from dspark_trt.log import Progress
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
-from dspark_trt.packaging.model_repo import DEFAULT_SCHEDULER, write_model_repo
+from dspark_trt.packaging.model_repo import write_model_repo
+from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from dspark_trt.steptable.profile import profile
-
-StageProgress = Callable[[float], None]
+from dspark_trt.text import TextCodec
 
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
 NUM_WARM_UPS_ON_A_DEVICE = 3
+CALIBRATION_BUDGET_S = 45.0
 _TIMED = ("onnxruntime", *DEVICE_DISTRIBUTIONS)  # packages whose versions step times depend on
 # DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
 DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
@@ -45,7 +52,7 @@ class Stage:
     predecessors: tuple[str, ...]
     packages: Callable[[Context], tuple[str, ...]]  # whose code decides what is written; other code: made again
     settings: Callable[[Context], dict[str, Any]]
-    make: Callable[[Context, Path, StageProgress], None]
+    make: Callable[[Context, Path, Progress], None]
     inputs: Callable[[Context], list[Path]] = lambda context: []
 
 
@@ -59,7 +66,7 @@ def _checkpoint_inputs(context: Context) -> list[Path]:
     return [*target, *source_files(locate(recipe.drafter, recipe.drafter_revision))]
 
 
-def _make_checkpoints(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_checkpoints(context: Context, folder: Path, progress: Progress) -> None:
     recipe = context.recipe
     _write_json(folder / "target.json", spec_to_json(context.target.spec))
     _write_json(folder / "drafter.json", spec_to_json(context.drafter.spec))
@@ -75,12 +82,12 @@ def _make_checkpoints(context: Context, folder: Path, progress: StageProgress) -
     )
 
 
-def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
     target, drafter, precision = context.target, context.drafter, context.precision
     limits, is_on_device = context.limits, context.is_on_device
     # what does not fit the drafter is said before the target's weights are written
     check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
-    check_top_n(drafter.spec, context.recipe.markov_top_n)
+    check_top_n(drafter.spec.decoder.vocab_size, context.recipe.markov_top_n or 0)
     write_target_graph(
         target,
         folder,
@@ -90,21 +97,13 @@ def _make_graphs(context: Context, folder: Path, progress: StageProgress) -> Non
         precision=precision,
         attention="standard" if is_on_device else "gqa",
     )
-    progress(0.8)
-    write_drafter_graphs(
-        target,
-        drafter,
-        folder,
-        limits=limits,
-        precision=precision,
-        attention="standard" if is_on_device else "drafter",
-        markov_top_n=context.recipe.markov_top_n,
-    )
+    progress(0.3)
+    write_drafter(context, folder, lambda fraction: progress(0.3 + 0.7 * fraction))
     if is_on_device:
         write_select_graph(drafter.spec, folder, limits=limits, precision=precision)
 
 
-def _make_engines(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_engines(context: Context, folder: Path, progress: Progress) -> None:
     """ONNX Runtime compiles when a session opens: of it, what is kept is how to open it."""
     settings = context.engine_settings
     if settings.backend != "onnxruntime":
@@ -125,7 +124,7 @@ def _make_engines(context: Context, folder: Path, progress: StageProgress) -> No
     _write_json(folder / ENGINE_FILE, settings.model_dump())
 
 
-def _make_steptable(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
     _check_can_measure(context)
     engines = open_engines(context.output)
     table = profile(
@@ -146,8 +145,9 @@ def _check_can_measure(context: Context) -> None:
     if settings.backend == "onnxruntime" or (isinstance(gpu, Gpu) and settings.is_for(gpu)):
         return
     raise EnvironmentMissingError(
-        f"{context.output} has checkpoints, graphs and engines for {settings.device} now; the step table is measured on the GPU "
-        f"that serves, and here is {gpu}. Run the same command there, on this directory or a copy of it: what is there is kept"
+        f"{context.output} has checkpoints, graphs and engines for {settings.device} now; the step table is measured "
+        f"on the GPU that serves, and here is {gpu}. Run the same command there, on this directory or a copy of it: "
+        "what is there is kept"
     )
 
 
@@ -159,23 +159,42 @@ def _measured_on(context: Context) -> dict[str, Any]:
     return here
 
 
-def _make_calibration(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_calibration(context: Context, folder: Path, progress: Progress) -> None:
+    """Confidences of held-out prompts, measured on the engines that serve."""
     gamma = context.drafter.spec.gamma
-    _write_json(folder / "temperatures.json", {"kind": "neutral", "temperatures": [1.0] * gamma})
+    engines = open_engines(context.output)
+    codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
+
+    def make_loop(scheduler: SchedulerConfig, on_verified: OnVerified) -> DecodingLoop:
+        return DecodingLoop(
+            target=engines.target,
+            drafter=engines.drafter,
+            step_table=None,
+            calibration=Calibration.from_temperatures([1.0] * gamma),
+            eos_token_ids=context.target.spec.eos_token_ids,
+            decode=codec.decode,
+            scheduler=scheduler,
+            on_verified=on_verified,
+        )
+
+    calibrate(
+        make_loop,
+        codec.encode_prompt,
+        packaged_prompts(),
+        gamma=gamma,
+        budget_s=CALIBRATION_BUDGET_S,
+        max_seq_len=context.limits.max_seq_len,
+        progress=progress,
+    ).save(folder / CALIBRATION_FILE)
 
 
-def _make_model_repo(context: Context, folder: Path, progress: StageProgress) -> None:
+def _make_model_repo(context: Context, folder: Path, progress: Progress) -> None:
     write_model_repo(
         context.output,
         folder,
         engine_model_name=context.recipe.engine_model_name,
-        scheduler=_scheduler(context),
+        scheduler=context.recipe.scheduler,
     )
-
-
-def _scheduler(context: Context) -> str:
-    """On a device, the mode that knows how much to verify before it drafts and so never waits in between."""
-    return "lagged_budget" if context.is_on_device else DEFAULT_SCHEDULER
 
 
 def _timed_code(context: Context) -> tuple[str, ...]:
@@ -203,6 +222,8 @@ STAGES = (
         settings=lambda context: {
             "precision": context.precision,
             "limits": asdict(context.limits),
+            "draft_vocab": context.recipe.draft_vocab,
+            "drafter_precision": context.recipe.drafter_precision,
             "markov_top_n": context.recipe.markov_top_n,
             "is_on_device": context.is_on_device,
         },
@@ -211,7 +232,8 @@ STAGES = (
     Stage(
         name="engines",
         predecessors=("graphs",),
-        # an engine takes long to compile, so code that only runs it does not count; kernels of the plugins are a part of it
+        # an engine takes long to compile, so code that only runs it does not count; kernels of the plugins are a part
+        # of it
         packages=lambda context: (
             ("dspark_trt.engines.tensorrt.compiler", "dspark_trt_plugins") if context.is_on_device else ()
         ),
@@ -228,8 +250,8 @@ STAGES = (
     Stage(
         name="calibration",
         predecessors=("engines",),
-        packages=lambda context: (),
-        settings=lambda context: {"kind": "neutral"},
+        packages=lambda context: ("dspark_trt.calibration",),
+        settings=lambda context: {"budget_s": CALIBRATION_BUDGET_S},
         make=_make_calibration,
     ),
     Stage(
@@ -238,7 +260,7 @@ STAGES = (
         packages=lambda context: ("dspark_trt.packaging", "dspark_trt_model_repo"),
         settings=lambda context: {
             "engine_model_name": context.recipe.engine_model_name,
-            "scheduler": _scheduler(context),
+            "scheduler": context.recipe.scheduler,
         },
         make=_make_model_repo,
     ),

@@ -1,7 +1,8 @@
 """config.json and generation_config.json: what is read, and what is refused because it would change the mathematics.
 
 These are other people's files: unknown keys are allowed. The keys of `_NEUTRAL_VALUES` stand for features that are not
-implemented; any other value than the listed ones is refused by name, since ignoring it would give wrong output silently.
+implemented; any other value than the listed ones is refused by name, since ignoring it would give wrong output
+silently.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from dspark_trt.checkpoints.layout import check_sizes
+from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, WholeNumber, reach, rope_spec
 from dspark_trt.checkpoints.spec import DecoderSpec, GenerationDefaults, RopeSpec
 from dspark_trt.errors import CheckpointError
@@ -131,6 +133,7 @@ class GenerationConfig(BaseModel):
 
 def read_json(path: Path) -> dict[str, Any]:
     """Raises CheckpointError when the file is absent, is not JSON or is not an object."""
+    check_file(path)
     try:
         if (size := path.stat().st_size) > _MAX_FILE_BYTES:
             raise CheckpointError(f"{path}: {size} bytes are no configuration (expected {_MAX_FILE_BYTES} or fewer)")
@@ -175,11 +178,18 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
     neutral = {**_NEUTRAL_VALUES, "is_causal": (is_causal,)}
     for key, value in values.items():
         if key in neutral and value is not None and value not in neutral[key]:
-            expected = " or ".join(map(repr, (*neutral[key], "absent")))
+            accepted = ", ".join(map(repr, neutral[key]))
+            expected = f"{accepted} or no such key" if accepted else "no such key"
             raise CheckpointError(
-                f"{where}: {key} = {_short(value)} is not implemented (expected {expected}); ignoring it would change the "
-                "output, so use a checkpoint without it"
+                f"{where}: {key} = {_short(value)} is not implemented (expected {expected}); ignoring it would change "
+                "the output, so use a checkpoint without it"
             )
+
+
+def architectures_of(values: dict[str, Any]) -> list[str]:
+    """`architectures` as a list, also where a hand-written configuration has one name in the place of a list."""
+    found = values.get("architectures") or []
+    return [found] if isinstance(found, str) else [str(each) for each in found]
 
 
 def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSpec:
@@ -261,8 +271,8 @@ def _refuse_sliding_window(config: DecoderConfig, where: str) -> None:
             else f"use_sliding_window, window {config.sliding_window}"
         )
         raise CheckpointError(
-            f"{where}: {found}: a sliding window is not implemented (expected full attention in every layer); ignoring it "
-            "would change the output, so use a checkpoint without it"
+            f"{where}: {found}: a sliding window is not implemented (expected full attention in every layer); "
+            "ignoring it would change the output, so use a checkpoint without it"
         )
 
 

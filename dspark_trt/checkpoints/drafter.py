@@ -6,6 +6,8 @@ Source: paper (arXiv 2607.05147) section 3.1; DeepSpec's checkpoints for the key
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, read_json, refuse_unsupported
@@ -43,23 +45,17 @@ class DrafterConfig(DecoderConfig):
 
 
 def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = None) -> DrafterCheckpoint:
-    """Read the drafter at `source` (a folder or a hub id). Whether it belongs to `target` is for `check_pairing` to say.
+    """Read the drafter at `source` (a folder or a hub id).
+    Whether it belongs to `target` is for `check_pairing` to say.
 
     An embedding or head that equals the target's is left out of the weights, so that the target's is used.
     Raises CheckpointError when it cannot be read, is in another format, or when configuration and tensors disagree;
     EnvironmentMissingError when the hub cannot be reached.
     """
     folder = locate(source, revision)
-    if folder.is_file():
-        raise CheckpointError(f"{folder}: drafters are read from Hugging Face folders and hub ids, found a GGUF file")
-    where = str(folder / "config.json")
-    values = read_json(folder / "config.json")
-    refuse_other_formats(values, where)
-    refuse_quantised(values, (), where)
-    refuse_unsupported(values, where, is_causal=False)
-    config = parse(DrafterConfig, values, where, _HINTS)
+    config, where = _read_config(folder), str(folder / "config.json")
     weights = open_safetensors(folder, rename=str)
-    refuse_quantised(values, weights.names(), str(folder))
+    refuse_quantised({}, weights.names(), str(folder))
     if config.tie_word_embeddings:
         _refuse_ambiguous_head(weights, target, where)
     weights = _without_shared(weights, target)
@@ -68,14 +64,55 @@ def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = N
     return DrafterCheckpoint(spec, weights)
 
 
-def _spec(config: DrafterConfig, weights: SafetensorsStore, where: str) -> DrafterSpec:
-    names = weights.names()
+def read_drafter_spec(source: str, revision: str | None = None) -> DrafterSpec:
+    """What the drafter's configuration alone says; of a hub id no weight is fetched for it.
+
+    What only tensors tell is taken as the configuration says: whether there is an embedding or a head of its own, and
+    whether the confidence head has a bias. Raises CheckpointError, EnvironmentMissingError as `read_drafter` does.
+    """
+    folder = locate(source, revision, with_weights=False)
+    config, where = _read_config(folder), str(folder / "config.json")
+    rank = config.markov_rank or 0
+    return DrafterSpec(
+        decoder=decoder_spec(config, "qwen3", where),
+        gamma=config.block_size,
+        mask_token_id=config.mask_token_id,
+        target_layer_ids=_taps(config, where),
+        markov_rank=rank,
+        markov_head_type=config.markov_head_type or "vanilla",
+        has_confidence_head=bool(config.enable_confidence_head),
+        has_confidence_bias=False,
+        is_confidence_with_markov=bool(config.confidence_head_with_markov),
+        has_own_embedding=False,
+        has_own_head=False,
+        num_target_layers=config.num_target_layers,
+    )
+
+
+def _read_config(folder: Path) -> DrafterConfig:
+    if folder.is_file():
+        raise CheckpointError(f"{folder}: drafters are read from Hugging Face folders and hub ids, found a GGUF file")
+    where = str(folder / "config.json")
+    values = read_json(folder / "config.json")
+    refuse_other_formats(values, where)
+    refuse_quantised(values, (), where)
+    refuse_unsupported(values, where, is_causal=False)
+    return parse(DrafterConfig, values, where, _HINTS)
+
+
+def _taps(config: DrafterConfig, where: str) -> tuple[int, ...]:
     taps = tuple(config.target_layer_ids)
     if list(taps) != sorted(set(taps)):
         raise CheckpointError(
-            f"{where}: target_layer_ids {list(taps)} are not strictly increasing; the columns of fc follow their order, so "
-            "they must be written as trained"
+            f"{where}: target_layer_ids {list(taps)} are not strictly increasing; the columns of fc follow their "
+            "order, so they must be written as trained"
         )
+    return taps
+
+
+def _spec(config: DrafterConfig, weights: SafetensorsStore, where: str) -> DrafterSpec:
+    names = weights.names()
+    taps = _taps(config, where)
     rank = _markov_rank(config, weights, where)
     has_confidence = _agrees(
         bool(config.enable_confidence_head), _CONFIDENCE in names, "enable_confidence_head", _CONFIDENCE, where
@@ -117,8 +154,8 @@ def _is_with_markov(config: DrafterConfig, rank: int, weights: SafetensorsStore,
     stated = config.confidence_head_with_markov
     if stated and not rank:
         raise CheckpointError(
-            f"{where}: confidence_head_with_markov is true, but markov_rank is {config.markov_rank}: there is no Markov "
-            "embedding to read; correct one of them"
+            f"{where}: confidence_head_with_markov is true, but markov_rank is {config.markov_rank}: there is no "
+            "Markov embedding to read; correct one of them"
         )
     return (
         weights.info(_CONFIDENCE).shape[-1] == config.hidden_size + rank > config.hidden_size
@@ -139,7 +176,8 @@ def _agrees(is_configured: bool, is_present: bool, key: str, tensor: str, where:
 def _refuse_ambiguous_head(weights: SafetensorsStore, target: TargetCheckpoint, where: str) -> None:
     """Tied, with an embedding and no head: the head would be the drafter's embedding, or the target's head.
 
-    DeepSpec writes tie_word_embeddings false; a copied configuration may still say true. Harmless unless the two differ.
+    DeepSpec writes tie_word_embeddings false; a copied configuration may still say true. Harmless unless the two
+    differ.
     """
     if EMBEDDING not in weights.names() or HEAD in weights.names():
         return
@@ -147,8 +185,8 @@ def _refuse_ambiguous_head(weights: SafetensorsStore, target: TargetCheckpoint, 
     if not is_equal(weights.array(EMBEDDING), target_head):
         raise CheckpointError(
             f"{where}: tie_word_embeddings is true and the file has {EMBEDDING}, but no {HEAD}: the head could be this "
-            "embedding or the target's head, which differ. Set tie_word_embeddings to false to use the target's, or store "
-            f"{HEAD}"
+            "embedding or the target's head, which differ. Set tie_word_embeddings to false to use the target's, or "
+            f"store {HEAD}"
         )
 
 

@@ -1,19 +1,21 @@
 """Which drafter format a config.json is, so that every format but DeepSpec's is refused by its name.
 
 The formats differ in things that no tensor shows: whether slot 0 of the block predicts (anchor first) or stands for the
-anchor (mask first), and whether a tap id counts a layer's output or its input. A wrong guess drafts badly without an error.
+anchor (mask first), and whether a tap id counts a layer's output or its input. A wrong guess drafts badly without an
+error.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from dspark_trt.checkpoints.config import architectures_of
 from dspark_trt.errors import CheckpointError
 
 ARCHITECTURE = "Qwen3DSparkModel"
 _USE = (
-    f"expected DeepSpec's format (architectures [{ARCHITECTURE!r}], for example deepseek-ai/dspark_qwen3_8b_block7): use such "
-    "a drafter, or export yours in that format"
+    f"expected DeepSpec's format (architectures [{ARCHITECTURE!r}], for example deepseek-ai/dspark_qwen3_8b_block7): "
+    "use such a drafter, or export yours in that format"
 )
 
 
@@ -23,23 +25,23 @@ def refuse_other_formats(values: dict[str, Any], where: str) -> None:
         raise CheckpointError(f"{where}: this drafter is in {name}, which is not supported; {_USE}")
     if values.get("sample_from_anchor") is False or values.get("dspark_bonus_anchor") is True:
         raise CheckpointError(
-            f"{where}: sample_from_anchor is false (slot 0 of the block is the anchor itself); only anchor-first drafters are "
-            "supported, where slot 0 predicts the token after the anchor"
+            f"{where}: sample_from_anchor is false (slot 0 of the block is the anchor itself); only anchor-first "
+            "drafters are supported, where slot 0 predicts the token after the anchor"
         )
     if (draft_vocab := values.get("draft_vocab_size")) not in (None, values.get("vocab_size")):
         raise CheckpointError(
-            f"{where}: draft_vocab_size = {draft_vocab} is not vocab_size = {values.get('vocab_size')}; a reduced draft "
-            "vocabulary (d2t, t2d) is not supported, use a drafter of the full vocabulary"
+            f"{where}: draft_vocab_size = {draft_vocab} is not vocab_size = {values.get('vocab_size')}; a reduced "
+            "draft vocabulary (d2t, t2d) is not supported, use a drafter of the full vocabulary"
         )
     if (runtime := values.get("runtime_block_size")) not in (None, values.get("block_size")):
         raise CheckpointError(
-            f"{where}: runtime_block_size = {runtime} is not block_size = {values.get('block_size')}; remove it to draft "
-            "whole blocks"
+            f"{where}: runtime_block_size = {runtime} is not block_size = {values.get('block_size')}; remove it to "
+            "draft whole blocks"
         )
 
 
 def _other_format(values: dict[str, Any]) -> str | None:
-    architecture = " ".join(map(str, values.get("architectures") or ["none"]))
+    architecture = " ".join(architectures_of(values) or ["none"])
     if "speculators_model_type" in values or "speculators_config" in values or "DSparkSpeculator" in architecture:
         return "the speculators format (layer ids counted from the embedding, reduced draft vocabulary)"
     if "Eagle" in architecture or "ttt_length" in values:

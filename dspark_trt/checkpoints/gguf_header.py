@@ -1,8 +1,7 @@
 """Bounds of a GGUF file's metadata, before the gguf package reads it: it would allocate for whatever a number says.
 
-Format: magic, version, number of tensors, number of keys; then keys, each a string, a type and a value. All is little-endian
-where the version is a small number, which other files are refused by.
-Source: the GGUF specification (ggml, docs/gguf.md).
+Format: magic, version, number of tensors, number of keys; then keys, each a string, a type and a value. A file that is
+not little-endian has another version than those below. Source: the GGUF specification (ggml, docs/gguf.md).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tensors of a GGUF file under canonical names, de-quantised to float32.
 
-llama.cpp rotates neighbouring pairs of a head's rows, Hugging Face the two halves of a head. Its converter therefore stores
-the Q and K rows of the Llama family interleaved; this is undone here. Qwen3 runs with half-split rotation there too, and is
-stored as it is.
+llama.cpp rotates neighbouring pairs of a head's rows, Hugging Face the two halves of a head. Its converter therefore
+stores the Q and K rows of the Llama family interleaved; this is undone here. Qwen3 runs with half-split rotation there
+too, and is stored as it is.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _LAYER = {
 
 
 class GgufStore:
-    """A WeightStore over the tensors of a reader. `permuted_heads` says how many heads the rows of a tensor interleave."""
+    """A WeightStore over the tensors of a reader.
+    `permuted_heads` says how many heads the rows of a tensor interleave."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Any], permuted_heads: Mapping[str, int]) -> None:
         self._path = path

@@ -19,6 +19,7 @@ from dspark_trt.checkpoints.gguf_header import check_header
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
 from dspark_trt.checkpoints.gguf_tokenizer import gguf_end_tokens, gguf_text
 from dspark_trt.checkpoints.layout import HEAD, check_sizes, check_tensors, check_token_ids, target_shapes
+from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies, reach, yarn_mscale
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec, TargetCheckpoint, TargetSpec, WeightStore
 from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
@@ -55,6 +56,7 @@ _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 def open_gguf(path: Path) -> Any:
     """A gguf.GGUFReader. Raises CheckpointError for a truncated file, another format or one part of a split model."""
+    check_file(path)
     check_header(path)
     try:
         reader = gguf.GGUFReader(path)
@@ -128,8 +130,8 @@ def _hyperparameters(reader: Any, family: str, path: Path) -> Getter:
         neutral = _NEUTRAL_VALUES.get(key)
         if (neutral is not None and value != neutral) or (neutral is None and key not in _KNOWN_KEYS):
             raise CheckpointError(
-                f"{path}: metadata {family}.{key} = {value!r} is not implemented; ignoring it would change the output, so "
-                "use the model's Hugging Face checkpoint or another model"
+                f"{path}: metadata {family}.{key} = {value!r} is not implemented; ignoring it would change the "
+                "output, so use the model's Hugging Face checkpoint or another model"
             )
         if isinstance(value, list):
             raise CheckpointError(
@@ -201,13 +203,14 @@ def _rope(get: Getter, context: int, path: Path) -> RopeSpec:
             )
         case rope_type:
             raise CheckpointError(
-                f"{path}: rope scaling {rope_type!r} with factor {factor} is not implemented; expected none, linear or yarn "
-                "with a factor"
+                f"{path}: rope scaling {rope_type!r} with factor {factor} is not implemented; expected none, linear "
+                "or yarn with a factor"
             )
 
 
 def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Path) -> DecoderSpec:
-    """The file holds one divisor per frequency instead of the llama3 parameters: find these, and prove that they fit."""
+    """The file holds one divisor per frequency instead of the llama3 parameters:
+    find these, and prove that they fit."""
     if np.all(factors == 1):
         return decoder
     factor = float(np.max(factors))
@@ -228,8 +231,9 @@ def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Pa
         or not np.allclose(factors, expected, 1e-4)
     ):
         raise CheckpointError(
-            f"{path}: the frequencies of {ROPE_FREQUENCIES} are not those of llama3 scaling with factor {factor}, original "
-            f"context {original}, low {_LLAMA3_LOW} and high {_LLAMA3_HIGH}; use the model's Hugging Face checkpoint"
+            f"{path}: the frequencies of {ROPE_FREQUENCIES} are not those of llama3 scaling with factor {factor}, "
+            f"original context {original}, low {_LLAMA3_LOW} and high {_LLAMA3_HIGH}; use the model's Hugging Face "
+            "checkpoint"
         )
     return replace(decoder, rope=rope)
 

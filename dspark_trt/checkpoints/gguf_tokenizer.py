@@ -1,8 +1,8 @@
 """Builds a tokenizer from the metadata of a GGUF file.
 
-A GGUF file keeps vocabulary and merges of a byte-level BPE, but only a name (`tokenizer.ggml.pre`) for the way text is split
-before them. The splits below are those of the tokenizers that carry the name; another name is refused, since a wrong split
-gives other ids for the same text without an error.
+A GGUF file keeps vocabulary and merges of a byte-level BPE, but only a name (`tokenizer.ggml.pre`) for the way text is
+split before them. The splits below are those of the tokenizers that carry the name; another name is refused, since a
+wrong split gives other ids for the same text without an error.
 """
 
 from __future__ import annotations

@@ -103,22 +103,24 @@ def check_tensors(weights: WeightStore, expected: Mapping[str, tuple[int, ...]],
         if name not in found:
             raise CheckpointError(
                 f"{where}: tensor {name} is missing (expected shape {list(expected[name])}, one of "
-                f"{len(expected)} tensors, found {len(found)}); download the checkpoint again or correct its config.json"
+                f"{len(expected)} tensors, found {len(found)}); download the checkpoint again or correct its "
+                "config.json"
             )
     unexpected = [name for name in found if name not in expected]
     if unexpected:
         found_shape = list(weights.info(unexpected[0]).shape)
         more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
         raise CheckpointError(
-            f"{where}: tensor {unexpected[0]} with shape {found_shape}{more} is not expected: config.json does not say what it is "
-            "for, and leaving it out would change the output. Correct config.json, or use a checkpoint of a supported form"
+            f"{where}: tensor {unexpected[0]} with shape {found_shape}{more} is not expected: config.json does not "
+            "say what it is for, and leaving it out would change the output. Correct config.json, or use a checkpoint "
+            "of a supported form"
         )
     for name, shape in expected.items():
         info = weights.info(name)
         if info.shape != shape:
             raise CheckpointError(
-                f"{where}: tensor {name} has shape {list(info.shape)}, expected {list(shape)} from config.json; the weights "
-                "and the configuration do not belong together"
+                f"{where}: tensor {name} has shape {list(info.shape)}, expected {list(shape)} from config.json; the "
+                "weights and the configuration do not belong together"
             )
         if info.dtype not in FLOAT_DTYPES:
             raise CheckpointError(
@@ -144,8 +146,8 @@ def check_finite(weights: WeightStore, where: str) -> None:
         num_bad = sum(int(np.count_nonzero(~_is_finite(chunk))) for chunk in _chunks(array))
         if num_bad:
             raise CheckpointError(
-                f"{where}: tensor {name} has {num_bad} NaN or infinite elements out of {array.size}; download the checkpoint "
-                "again, or use another one"
+                f"{where}: tensor {name} has {num_bad} NaN or infinite elements out of {array.size}; download the "
+                "checkpoint again, or use another one"
             )
 
 

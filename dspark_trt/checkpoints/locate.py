@@ -21,12 +21,23 @@ TEXT_FILES = (
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def locate(source: str, revision: str | None = None) -> Path:
+def locate(source: str, revision: str | None = None, *, with_weights: bool = True) -> Path:
     """The folder or the .gguf file that `source` means; a hub id is downloaded into the hub's cache (or found there).
 
-    Raises CheckpointError when there is no such checkpoint, EnvironmentMissingError when the hub cannot be reached and the
-    cache does not hold the checkpoint.
+    Without weights, only the small files are downloaded: enough to say whether the rest is worth it.
+
+    Raises CheckpointError when there is no such checkpoint, EnvironmentMissingError when the hub cannot be reached and
+    the cache does not hold the checkpoint.
     """
+    path = locate_here(source, revision)
+    if path is not None:
+        return path
+    return _download(source, revision, with_weights=with_weights)
+
+
+def locate_here(source: str, revision: str | None = None) -> Path | None:
+    """The local path that `source` means; None for what can only be a hub id. Raises CheckpointError when it is
+    neither."""
     path = Path(source).expanduser()
     if path.exists():
         if revision is not None:
@@ -42,7 +53,7 @@ def locate(source: str, revision: str | None = None) -> Path:
         raise CheckpointError(
             f"{source} does not exist; give a checkpoint folder, a .gguf file or a hub id (owner/name)"
         )
-    return _download(source, revision)
+    return None
 
 
 def source_files(path: Path) -> tuple[Path, ...]:
@@ -53,8 +64,10 @@ def source_files(path: Path) -> tuple[Path, ...]:
     return (*(path / name for name in (*TEXT_FILES, *index) if (path / name).is_file()), *shard_files(path))
 
 
-def _download(repository: str, revision: str | None) -> Path:
+def _download(repository: str, revision: str | None, *, with_weights: bool) -> Path:
     """The index says what the shards are called, so it comes before them; both from one commit."""
+    if not with_weights:
+        return _fetch(repository, revision, [*TEXT_FILES])
     folder = _fetch(repository, revision, [*TEXT_FILES, SINGLE_FILE, INDEX_FILE])
     if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
         _fetch(repository, folder.name, [glob.escape(name) for name in indexed_files(folder)])
@@ -76,15 +89,16 @@ def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
         raise CheckpointError(f"{name}: no such revision; look at the model's branches and tags on the hub") from None
     except errors.RepositoryNotFoundError:
         raise CheckpointError(
-            f"{name} does not exist or is private, and {repository} is no local path either; check the spelling, or run "
-            "`hf auth login`"
+            f"{name} does not exist or is private, and {repository} is no local path either; check the spelling, or "
+            "run `hf auth login`"
         ) from None
     except errors.HFValidationError as error:
         raise CheckpointError(f"{repository} is neither a local path nor a hub id: {_first_line(error)}") from None
     except (errors.LocalEntryNotFoundError, http_error, OSError) as error:
         raise EnvironmentMissingError(
-            f"{name}: the hub cannot be reached, and the local cache does not hold the whole model ({_first_line(error)}). "
-            "Download it where there is a network (`hf download`) and give the folder, or set HF_HOME to a filled cache"
+            f"{name}: the hub cannot be reached, and the local cache does not hold the whole model "
+            f"({_first_line(error)}). Download it where there is a network (`hf download`) and give the folder, or "
+            "set HF_HOME to a filled cache"
         ) from None
 
 

@@ -1,12 +1,12 @@
 """Do a target and a drafter belong together?
 
-Shapes inside the drafter (the width of fc, the rows of the Markov tables) are held against its own configuration when it is
-read; what is left is that this configuration is the target's.
+Shapes inside the drafter (the width of fc, the rows of the Markov tables) are held against its own configuration when
+it is read; what is left is that this configuration is the target's.
 """
 
 from __future__ import annotations
 
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
 from dspark_trt.errors import PairingError
 
 _NEXT = "use the target that the drafter was trained for"
@@ -14,21 +14,26 @@ _NEXT = "use the target that the drafter was trained for"
 
 def check_pairing(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> None:
     """Raises PairingError that names the field and both values."""
-    decoder, own = target.spec.decoder, drafter.spec.decoder
-    num_layers, taps = decoder.num_layers, drafter.spec.target_layer_ids
+    check_specs(target.spec, drafter.spec)
+
+
+def check_specs(target: TargetSpec, drafter: DrafterSpec) -> None:
+    """The same, before any weight is there. Raises PairingError."""
+    decoder, own = target.decoder, drafter.decoder
+    num_layers, taps = decoder.num_layers, drafter.target_layer_ids
     _check_equal("vocab_size", decoder.vocab_size, own.vocab_size)
     _check_equal("hidden_size", decoder.hidden_size, own.hidden_size)
-    if drafter.spec.num_target_layers is not None:
-        _check_equal("num_target_layers", num_layers, drafter.spec.num_target_layers)
+    if drafter.num_target_layers is not None:
+        _check_equal("num_target_layers", num_layers, drafter.num_target_layers)
     for tap in taps:
         if not -1 <= tap < num_layers:
             raise PairingError(
-                f"target_layer_ids: the drafter reads layers {list(taps)}, but the target has layers 0 to {num_layers - 1} "
-                f"(-1 is the embedding), so {tap} is not one; {_NEXT}"
+                f"target_layer_ids: the drafter reads layers {list(taps)}, but the target has layers 0 to "
+                f"{num_layers - 1} (-1 is the embedding), so {tap} is not one; {_NEXT}"
             )
-    if drafter.spec.mask_token_id >= decoder.vocab_size:
+    if drafter.mask_token_id >= decoder.vocab_size:
         raise PairingError(
-            f"mask_token_id: the drafter's is {drafter.spec.mask_token_id}, but the target's vocabulary ends at "
+            f"mask_token_id: the drafter's is {drafter.mask_token_id}, but the target's vocabulary ends at "
             f"{decoder.vocab_size - 1}; {_NEXT}"
         )
 

@@ -38,6 +38,6 @@ def refuse_quantised(values: Mapping[str, Any], names: Iterable[str], where: str
     for kind, needed in _TENSORS.items():
         if found.issuperset(needed):
             raise CheckpointError(
-                f"{where}: the tensors *{' and *'.join(needed)} are those of weights in {kind} form, which is not supported; "
-                f"{_REMEDY}"
+                f"{where}: the tensors *{' and *'.join(needed)} are those of weights in {kind} form, which is not "
+                f"supported; {_REMEDY}"
             )

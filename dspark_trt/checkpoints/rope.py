@@ -54,7 +54,8 @@ def rope_spec(
 ) -> RopeSpec:
     """Resolve one dictionary of parameters, with the top-level `rope_theta` and `original_max_position_embeddings`.
 
-    Defaults that the format defines are filled in (for yarn also `attention_factor`), so that nobody derives them twice.
+    Defaults that the format defines are filled in (for yarn also `attention_factor`), so that nobody derives them
+    twice.
     Raises CheckpointError for a type that is not implemented and for missing or contradicting parameters.
     """
     rope_type = parameters.rope_type or parameters.type or "default"
@@ -64,8 +65,8 @@ def rope_spec(
         )
     if parameters.partial_rotary_factor not in (None, 1):
         raise CheckpointError(
-            f"{where}: partial_rotary_factor = {parameters.partial_rotary_factor} is not implemented (expected 1 or absent); "
-            "use a checkpoint that rotates the whole head"
+            f"{where}: partial_rotary_factor = {parameters.partial_rotary_factor} is not implemented (expected 1 or "
+            "absent); use a checkpoint that rotates the whole head"
         )
     if theta and parameters.rope_theta and theta != parameters.rope_theta:
         raise CheckpointError(
@@ -118,13 +119,16 @@ def reach(rope: RopeSpec, max_position_embeddings: int) -> int:
 
 
 def plain_frequencies(theta: float, head_dim: int) -> Float64:
-    """Radians per position of each rotated pair without scaling, [head_dim / 2]. Source: RoFormer (arXiv 2104.09864)."""
+    """Radians per position of each rotated pair, unscaled, [head_dim / 2]. Source: RoFormer (arXiv 2104.09864)."""
     frequencies: Float64 = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     return frequencies
 
 
 def llama3_frequencies(rope: RopeSpec, plain: Float64) -> Float64:
-    """Short wavelengths stay, long ones are stretched by `factor`, those between are blended. Source: Llama 3.1's scaling."""
+    """Short wavelengths stay, long ones are stretched by `factor`, those between are blended.
+
+    Source: Llama 3.1's scaling.
+    """
     assert rope.factor is not None
     assert rope.original_max_position_embeddings is not None
     assert rope.low_freq_factor is not None

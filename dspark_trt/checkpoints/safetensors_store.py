@@ -1,7 +1,7 @@
 """Tensors of one or many safetensors files, mapped, never loaded whole.
 
-The header is parsed here and not by the `safetensors` package, because the graph writer refers to float32 tensors in place
-and needs the byte offset of each one. Format: 8 bytes little-endian header length, a JSON header, then the data.
+The header is parsed here and not by the `safetensors` package, because the graph writer refers to float32 tensors in
+place and needs the byte offset of each one. Format: 8 bytes little-endian header length, a JSON header, then the data.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.config import read_json
+from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.spec import TensorInfo
 from dspark_trt.errors import CheckpointError
 
@@ -100,8 +101,8 @@ def indexed_files(folder: Path) -> list[str]:
 def open_safetensors(folder: Path, rename: Callable[[str], str]) -> SafetensorsStore:
     """All tensors of a checkpoint folder under `rename`d names.
 
-    Raises CheckpointError for a truncated or malformed file, a tensor in two files, two tensors that get one name, and files
-    that do not hold what the index says.
+    Raises CheckpointError for a truncated or malformed file, a tensor in two files, two tensors that get one name, and
+    files that do not hold what the index says.
     """
     entries: dict[str, TensorInfo] = {}
     stored_names: set[str] = set()
@@ -116,7 +117,8 @@ def open_safetensors(folder: Path, rename: Callable[[str], str]) -> SafetensorsS
         name = sorted(listed ^ stored_names)[0]
         has, lacks = ("index", "files") if name in listed else ("files", "index")
         raise CheckpointError(
-            f"{folder / INDEX_FILE}: tensor {name} is in the {has}, but not in the {lacks}; download the checkpoint again"
+            f"{folder / INDEX_FILE}: tensor {name} is in the {has}, but not in the {lacks}; download the checkpoint "
+            "again"
         )
     return SafetensorsStore(entries)
 
@@ -133,6 +135,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
+    check_file(file)
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)

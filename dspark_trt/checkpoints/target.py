@@ -10,6 +10,7 @@ from dspark_trt.checkpoints.config import (
     DecoderConfig,
     Family,
     GenerationConfig,
+    architectures_of,
     decoder_spec,
     eos_token_ids,
     known_token,
@@ -37,14 +38,23 @@ _IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_token
 def read_target(source: str, revision: str | None = None) -> TargetCheckpoint:
     """Read the target at `source`: a folder, a .gguf file or a hub id.
 
-    Raises CheckpointError when it cannot be read, is of another family, needs something that is not implemented, or when its
-    tensors do not fit its configuration; EnvironmentMissingError when the hub cannot be reached.
+    Raises CheckpointError when it cannot be read, is of another family, needs something that is not implemented, or
+    when its tensors do not fit its configuration; EnvironmentMissingError when the hub cannot be reached.
     """
     path = locate(source, revision)
     return read_gguf_target(path) if path.is_file() else _read_folder(path)
 
 
-def _read_folder(folder: Path) -> TargetCheckpoint:
+def read_target_spec(source: str, revision: str | None = None) -> TargetSpec:
+    """What the target's configuration alone says; of a hub id no weight is fetched for it.
+
+    Raises CheckpointError, EnvironmentMissingError as `read_target` does.
+    """
+    path = locate(source, revision, with_weights=False)
+    return read_gguf_target(path).spec if path.is_file() else _spec(path)
+
+
+def _spec(folder: Path) -> TargetSpec:
     where = str(folder / "config.json")
     values = read_json(folder / "config.json")
     family = _family(values, where)
@@ -52,12 +62,6 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
     refuse_unsupported(values, where, is_causal=True)
     config = parse(DecoderConfig, values, where)
     generation = read_generation_config(folder)
-    weights = open_safetensors(folder, lambda name: name.removeprefix("model."))
-    refuse_quantised(values, weights.names(), str(folder))
-    # Old Llama exports store the rotary frequencies, which follow from the configuration.
-    weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
-    if config.tie_word_embeddings:
-        weights = _without_tied_head(weights, where)
     text = _text(folder)
     spec = TargetSpec(
         family=family,
@@ -74,11 +78,10 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
         bos_token_id=known_token(config.bos_token_id, config.vocab_size, where),
         generation_defaults=generation.defaults(),
     )
-    check_tensors(weights, target_shapes(spec), str(folder))
     check_token_ids(spec, where)
     if text is not None:
         check_vocabulary(text, config.vocab_size, str(folder))
-    return TargetCheckpoint(spec, weights)
+    return spec
 
 
 def _text(folder: Path) -> TargetText | None:
@@ -87,6 +90,18 @@ def _text(folder: Path) -> TargetText | None:
         return folder_text(folder)
     except CheckpointError:
         return None
+
+
+def _read_folder(folder: Path) -> TargetCheckpoint:
+    spec = _spec(folder)
+    weights = open_safetensors(folder, lambda name: name.removeprefix("model."))
+    refuse_quantised({}, weights.names(), str(folder))
+    # Old Llama exports store the rotary frequencies, which follow from the configuration.
+    weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
+    if spec.is_head_tied:
+        weights = _without_tied_head(weights, str(folder / "config.json"))
+    check_tensors(weights, target_shapes(spec), str(folder))
+    return TargetCheckpoint(spec, weights)
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
@@ -104,7 +119,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 
 def _family(values: dict[str, Any], where: str) -> Family:
-    family, architectures = values.get("model_type"), values.get("architectures")
+    family, architectures = values.get("model_type"), architectures_of(values)
     if not isinstance(family, str) or family not in _ARCHITECTURES:
         raise CheckpointError(
             f"{where}: model_type {family!r} is not a supported target family; expected "
@@ -119,7 +134,8 @@ def _family(values: dict[str, Any], where: str) -> Family:
 
 
 def _without_tied_head(weights: SafetensorsStore, where: str) -> SafetensorsStore:
-    """Some tied checkpoints (Qwen3-0.6B) store the head all the same: a copy is dropped, another head is a contradiction."""
+    """Some tied checkpoints (Qwen3-0.6B) store the head all the same:
+    a copy is dropped, another head is a contradiction."""
     if HEAD not in weights.names():
         return weights
     if EMBEDDING in weights.names() and not is_equal(weights.array(EMBEDDING), weights.array(HEAD)):

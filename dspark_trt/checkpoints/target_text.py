@@ -1,4 +1,4 @@
-"""What the text side of a target says about the model: which tokens end a text, and whether its ids fit the embedding."""
+"""What the text side of a target says about the model: which tokens end a text, and whether ids fit the embedding."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class TargetText:
 def end_token_ids(stated: Mapping[str, Iterable[int]], text: TargetText | None, where: str) -> tuple[int, ...]:
     """Every token that some source says ends a text, each once: `stated` ones first, in order.
 
-    `stated`: ids by the name of what states them. The tokenizer's own `eos_token` counts too, and the token that ends a turn
-    in the chat template. Where a later source adds to the first one, a warning says so.
+    `stated`: ids by the name of what states them. The tokenizer's own `eos_token` counts too, and the token that ends a
+    turn in the chat template. Where a later source adds to the first one, a warning says so.
     """
     sources = {name: tuple(dict.fromkeys(ids)) for name, ids in stated.items()}
     if text is not None:

@@ -9,13 +9,14 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer
 
-from dspark_trt.building.manifest import replace_folder
 from dspark_trt.checkpoints.config import read_json
 from dspark_trt.checkpoints.gguf_target import open_gguf
 from dspark_trt.checkpoints.gguf_tokenizer import gguf_text
 from dspark_trt.checkpoints.locate import locate
+from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.target_text import SpecialTokens, TargetText
 from dspark_trt.errors import CheckpointError
+from dspark_trt.files import replace_folder
 from dspark_trt.text import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec, TextSettings
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -29,8 +30,8 @@ def write_tokenizer(
 ) -> None:
     """Write the folder `destination` for `TextCodec.load`, from the target at `source` (as for `read_target`).
 
-    Raises CheckpointError when there is no tokenizer.json, when a GGUF file's tokenizer is of a kind that is not known, or
-    when the chat template is not valid Jinja.
+    Raises CheckpointError when there is no tokenizer.json, when a GGUF file's tokenizer is of a kind that is not known,
+    or when the chat template is not valid Jinja.
     """
     path = locate(source, revision)
     text = gguf_text(open_gguf(path), path) if path.is_file() else folder_text(path)
@@ -55,7 +56,8 @@ def folder_text(folder: Path) -> TargetText:
         other = ", ".join(sorted(path.name for path in folder.glob("*token*"))) or "none"
         raise CheckpointError(
             f"{folder}: no tokenizer.json (other tokenizer files: {other}); write one with "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers, or copy it from the model's publisher"
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers, or copy it from the model's "
+            "publisher"
         )
     try:
         tokenizer = Tokenizer.from_file(str(file))
@@ -82,6 +84,7 @@ def _content(token: Any) -> str:
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     file = folder / TEMPLATE_FILE
     if file.is_file():
+        check_file(file)
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if not isinstance(template, list):
@@ -89,7 +92,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
     named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
     if "default" not in named:
         raise CheckpointError(
-            f"{folder}: tokenizer_config.json has chat templates named {sorted(map(str, named))}, none of them 'default'; "
-            f"write the one to use into {TEMPLATE_FILE}"
+            f"{folder}: tokenizer_config.json has chat templates named {sorted(map(str, named))}, none of them "
+            f"'default'; write the one to use into {TEMPLATE_FILE}"
         )
     return str(named["default"])

@@ -7,15 +7,26 @@ import platform
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from typing import Literal
 
+import typer
+
+from dspark_trt.commands.options import AsJson, command
 from dspark_trt.engines.tensorrt.library import LIBRARIES, Library, usable_sms
+from dspark_trt.errors import EXIT_ENVIRONMENT_MISSING, EXIT_OK
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu, NoGpu, look_for_gpu
-from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, TORCH_FIX, TRITON_FIX, installed_versions, torch_versions
+from dspark_trt.machine.packages import (
+    DEVICE_DISTRIBUTIONS,
+    TORCH_FIX,
+    TRITON_FIX,
+    install_extra,
+    installed_versions,
+    torch_versions,
+)
 from dspark_trt.server.server_tree import LAST_PYTHON
 
 Status = Literal["ok", "missing", "optional"]
@@ -23,12 +34,27 @@ Status = Literal["ok", "missing", "optional"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `missing` blocks building and generating; `optional` says what would be needed for more."""
+    """One line of the report. `missing` blocks building and generating;
+    `optional` says what would be needed for more."""
 
     name: str
     status: Status
     found: str
     fix: str = ""
+
+
+@command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can do and what is missing."""
+    from dspark_trt.commands import report
+
+    findings = examine()
+    is_ready = can_build_and_generate(findings)
+    if as_json:
+        report.print_json({"ready": is_ready, "findings": [asdict(finding) for finding in findings]})
+    else:
+        report.print_findings(findings, is_ready)
+    raise typer.Exit(EXIT_OK if is_ready else EXIT_ENVIRONMENT_MISSING)
 
 
 def examine() -> list[Finding]:
@@ -63,15 +89,15 @@ def _package(distribution: str, need: Status, purpose: str, install: str) -> Fin
     try:
         return Finding(distribution, "ok", metadata.version(distribution))
     except metadata.PackageNotFoundError:
-        return Finding(distribution, need, "not installed", f"{purpose}: pip install '{install}'")
+        return Finding(distribution, need, "not installed", f"{purpose}: {install}")
 
 
 def _packages(has_device_engines: bool) -> list[Finding]:
     cpu_engine: Status = "optional" if has_device_engines else "missing"
     return [
-        _package("onnx", "missing", "writes the graphs", "dspark-trt"),
-        _package("onnxruntime", cpu_engine, "the engine of CPU hosts", "dspark-trt[onnxruntime]"),
-        _package("tritonclient", "optional", "talks to a running server", "dspark-trt[client]"),
+        _package("onnx", "missing", "writes the graphs", "pip install onnx"),
+        _package("onnxruntime", cpu_engine, "the engine of CPU hosts", install_extra("onnxruntime")),
+        _package("tritonclient", "optional", "talks to a running server", install_extra("client")),
     ]
 
 

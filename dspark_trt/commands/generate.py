@@ -1,129 +1,134 @@
-"""`dspark-trt generate`: prompts in, one JSON-ready object for each out, over the same loop that serves."""
+"""`dspark-trt generate`: text for prompts from the command line, from standard input or from a file of many."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
-from dspark_trt.contract.scheduler import SchedulerConfig
-from dspark_trt.deployment import Deployment
-from dspark_trt.errors import DSparkError, RequestError
-from dspark_trt.runtime.emission import Emission
-from dspark_trt.runtime.request import GenerationRequest, SamplingParams
+import typer
 
-OnText = Callable[[int, str], None]  # index of the prompt, text that became certain
+from dspark_trt.commands.generation_options import GenerationOptions, generation_options
+from dspark_trt.commands.options import AsJson, BuildFolder, command, from_home
+from dspark_trt.commands.scheduler_choice import SchedulerText, scheduler_config
+from dspark_trt.errors import RequestError
 
-
-class GenerationFailedError(DSparkError):
-    """The engine failed while it generated."""
+if TYPE_CHECKING:
+    from dspark_trt.commands.generation import Prompt
+    from dspark_trt.deployment import Deployment
 
 
-@dataclass(slots=True)
-class _Output:
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    top_log_probs: list[Any] = field(default_factory=list)
-
-
+@command(GenerationOptions)
 def generate(
-    deployment: Deployment,
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-    scheduler: SchedulerConfig,
-    on_text: OnText = lambda index, text: None,
-) -> list[dict[str, Any]]:
-    """Decode `prompts` (token ids) together, continuously batched; results in their order.
-
-    Raises RequestError when a prompt or a parameter is not acceptable, GenerationFailedError when an engine fails.
-    """
-    loop = deployment.make_loop(scheduler)
-    num_equal: Counter[tuple[int, ...]] = Counter()
-    for index, prompt_ids in enumerate(map(tuple, prompts)):
-        # equal prompts are told apart, as several sequences of one request would be; others draw as they do alone
-        loop.submit(
-            GenerationRequest(
-                request_id=str(index),
-                prompt_ids=prompt_ids,
-                sampling=sampling,
-                sequence_index=num_equal[prompt_ids],
-            )
+    folder: BuildFolder,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Several times: decoded in one batch. -: standard input, the default."),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the chat template; the prompt is one user turn.")] = False,
+    prompts_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--input",
+            metavar="FILE",
+            help='JSON lines, each {"prompt": TEXT} or {"messages": [...]} and any of these options by name.',
+            parser=from_home,
+        ),
+    ] = None,
+    results_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", metavar="FILE", help="JSON lines for --input; finished lines of it are kept.", parser=from_home
+        ),
+    ] = None,
+    scheduler: SchedulerText = None,
+    as_json: AsJson = False,
+    *,
+    given: dict[str, Any],
+) -> None:
+    """Generate text from a build. With --json, one object on one line for each prompt."""
+    options = generation_options(given)
+    if (prompts_file is None) != (results_file is None):
+        raise RequestError(
+            "--input and --output go together: prompts are read from one file, results are written to the other"
         )
-        num_equal[prompt_ids] += 1
-    outputs = [_Output() for _ in prompts]
-    finished: dict[int, Emission] = {}
-    while loop.has_work:
-        for emission in loop.step():
-            index = int(emission.request_id)
-            output = outputs[index]
-            output.text.append(emission.text)
-            output.token_ids.extend(emission.token_ids)
-            output.log_probs.extend(emission.log_probs or ())
-            output.top_log_probs.extend(emission.top_log_probs or ())
-            on_text(index, emission.text)
-            if emission.finish_reason == "error":
-                raise GenerationFailedError(f"prompt {index}: {emission.error}; run with --verbose to see the cause")
-            if emission.finish_reason is not None:
-                finished[index] = emission
-    return [_describe(outputs[index], finished[index], sampling) for index in range(len(prompts))]
+    if prompts_file is not None and results_file is not None:
+        if prompt:
+            raise RequestError("--prompt and --input exclude each other; give one of them")
+        _generate_file(folder, prompts_file, results_file, scheduler, given, is_chat=chat)
+    else:
+        texts = [_read_stdin() if text == "-" else text for text in prompt or ["-"]]
+        _generate_texts(folder, texts, scheduler, options, is_chat=chat, as_json=as_json)
 
 
-def _describe(output: _Output, last: Emission, sampling: SamplingParams) -> dict[str, Any]:
-    statistics = last.statistics
-    assert statistics is not None, "the last emission of a request has its statistics"
-    verified, accepted = statistics.verified_per_position, statistics.accepted_per_position
-    described: dict[str, Any] = {
-        "text": "".join(output.text),
-        "token_ids": output.token_ids,
-        "finish_reason": last.finish_reason,
-        "num_prompt_tokens": statistics.num_prompt_tokens,
-        "num_steps": statistics.num_steps,
-        "num_drafts_proposed": statistics.num_drafts_proposed,
-        "num_drafts_verified": statistics.num_drafts_verified,
-        "num_drafts_accepted": statistics.num_drafts_accepted,
-        "accepted_len": statistics.accepted_len,
-        "mean_verify_len": statistics.mean_verify_len,
-        "accepted_lens": statistics.accepted_lens,
-        "verify_lens": statistics.verify_lens,
-        "acceptance_per_position": [a / v if v else None for a, v in zip(accepted, verified, strict=True)],
-        "timings_ms": {
-            "queue": statistics.queue_ms,
-            "first_token": statistics.first_token_ms,
-            "total": statistics.total_ms,
-            "draft": statistics.draft_ms,
-            "verify": statistics.verify_ms,
-        },
-    }
-    if sampling.num_log_probs is not None:
-        described["log_probs"] = output.log_probs
-        described["top_log_probs"] = output.top_log_probs
-    return described
+def _read_stdin() -> str:
+    if sys.stdin.isatty():
+        raise RequestError("no prompt: give --prompt TEXT, or pipe one in; `dspark-trt chat` is for a conversation")
+    return sys.stdin.read().removesuffix("\n")
 
 
-def scheduler_from_options(
-    *, no_draft: bool, verify_len: int | None, mode: str | None, threshold: float | None
-) -> SchedulerConfig:
-    """Raises RecipeError when more than one way of choosing verify lengths is asked for."""
-    chosen = {"--no-draft": no_draft, "--verify-len": verify_len is not None, "--scheduler": mode is not None}
-    given = [option for option, is_given in chosen.items() if is_given]
-    if len(given) > 1:
-        raise RequestError(f"{' and '.join(given)} exclude each other; give one of them")
-    if no_draft:
-        return SchedulerConfig(mode="off")
-    if verify_len is not None:
-        return SchedulerConfig(mode="fixed", verify_len=verify_len)
-    return SchedulerConfig(mode=mode or "early_stop", threshold=threshold)  # type: ignore[arg-type] # checked there
+def _generate_texts(
+    folder: Path, texts: list[str], scheduler: str | None, options: GenerationOptions, *, is_chat: bool, as_json: bool
+) -> None:
+    from dspark_trt.commands import report
+    from dspark_trt.commands.generation import generate as run
+    from dspark_trt.deployment import load_deployment
+
+    if not all(texts):
+        raise RequestError("--prompt: the prompt is empty; give some text")
+    config = scheduler_config(scheduler)
+    deployment = load_deployment(folder)
+    prompts = [as_prompt(deployment, text, options, is_chat=is_chat) for text in texts]
+    is_streaming = not as_json and len(prompts) == 1
+    results = run(
+        deployment,
+        [prompt.ids for prompt in prompts],
+        prompts[0].sampling,
+        config or scheduler_config(deployment.recipe.scheduler, is_build=True),
+        report.print_piece if is_streaming else lambda index, text: None,
+        max_verify_len=options.verify_limit,
+    )
+    for result in results:
+        if as_json:
+            report.print_json(result)
+        else:
+            report.print_generation(result, is_streamed=is_streaming)
 
 
-def parse_logit_bias(entries: Sequence[str]) -> dict[int, float]:
-    """`TOKEN_ID=BIAS` entries. Raises RequestError that names the entry."""
-    biases = {}
-    for entry in entries:
-        token, _, bias = entry.partition("=")
-        try:
-            biases[int(token)] = float(bias)
-        except ValueError:
-            raise RequestError(f"--logit-bias {entry!r}: expected TOKEN_ID=BIAS, e.g. 42=-100") from None
-    return biases
+def as_prompt(
+    deployment: Deployment, text: str | list[dict[str, Any]], options: GenerationOptions, *, is_chat: bool
+) -> Prompt:
+    """`text` may be the messages of a chat. Raises RequestError."""
+    from dspark_trt.commands.generation import Prompt
+
+    if isinstance(text, str) and not is_chat and options.system is None:
+        ids = deployment.codec.encode(text)
+    else:
+        messages = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        ids = deployment.codec.encode_chat([*system, *messages], **options.chat_template_kwargs)
+    return Prompt(tuple(ids), options.sampling_params(deployment), options.verify_limit)
+
+
+def _generate_file(
+    folder: Path, prompts_file: Path, results_file: Path, scheduler: str | None, given: dict[str, Any], *, is_chat: bool
+) -> None:
+    from dspark_trt.commands import report
+    from dspark_trt.commands.prompt_file import generate_lines, unfinished
+    from dspark_trt.deployment import load_deployment
+
+    config = scheduler_config(scheduler)
+    lines = unfinished(prompts_file, results_file)
+    deployment = load_deployment(folder)
+    config = config or scheduler_config(deployment.recipe.scheduler, is_build=True)
+    with report.Bars() as bars:
+        summary = generate_lines(
+            deployment,
+            lines,
+            results_file,
+            config,
+            given,
+            is_chat=is_chat,
+            progress=lambda done: bars.update("prompts", done),
+        )
+    report.print_file_summary(summary, results_file)

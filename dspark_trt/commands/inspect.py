@@ -1,25 +1,47 @@
-"""`dspark-trt inspect DIR`: everything a build directory says about itself, read from its manifests and JSON files only."""
+"""`dspark-trt inspect DIR`: everything a build directory says about itself,
+read from its manifests and JSON files only."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
-from dspark_trt.building.recipe import Precision
+from dspark_trt.calibration.file import CALIBRATION_FILE
+from dspark_trt.commands.options import AsJson, BuildFolder, command
+from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import ManifestError
+from dspark_trt.steptable.table import StepTable
 
+_DEPENDS = "exact with respect to its own verification distribution; greedy text can depend on the schedule"
 NUMERIC_NOTES: dict[Precision | None, str] = {
     "fp32": "float32: logits differ by about 4e-5 between steps of one and of eight tokens; greedy output is stable",
-    "int8": "8-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
-    "bf16": "bfloat16: logits differ by about 0.5 between steps of one and of eight tokens; exact with respect to its own "
-    "verification distribution; greedy text can depend on the schedule",
-    "fp16": "float16: exact with respect to its own verification distribution; greedy text can depend on the schedule",
-    "int4": "4-bit weights: exact with respect to its own verification distribution; greedy text can depend on the schedule",
+    "int8": f"8-bit weights: {_DEPENDS}",
+    "bf16": f"bfloat16: logits differ by about 0.5 between steps of one and of eight tokens; {_DEPENDS}",
+    "fp16": f"float16: {_DEPENDS}",
+    "int4": f"4-bit weights: {_DEPENDS}",
 }
+
+
+@command()
+def inspect(
+    folder: BuildFolder,
+    as_json: AsJson = False,
+    verify: Annotated[bool, typer.Option(help="Hash every file again.")] = False,
+) -> None:
+    """Say what a build directory holds and whether its chain is intact."""
+    from dspark_trt.commands import report
+
+    description = inspect_build(folder, verify=verify)
+    if as_json:
+        report.print_json(description)
+    else:
+        report.print_build(description)
 
 
 def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
@@ -30,6 +52,7 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     summary, stages = read_finished(folder)
     for name, manifest in stages.items():
         check_outputs(folder / name, manifest, verify=verify)
+    StepTable.load(folder / "steptable" / "step_table.json")  # refuses what no measurement gives
     engine = read_engine_settings(folder)
     return {
         "folder": str(folder),
@@ -40,7 +63,7 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         "engine": engine.model_dump(mode="json"),
         "device": engine.device,
         "step_table": _read_json(folder / "steptable" / "step_table.json"),
-        "calibration": _read_json(folder / "calibration" / "temperatures.json"),
+        "calibration": _read_json(folder / "calibration" / CALIBRATION_FILE),
         "stages": {
             name: {
                 "key": manifest.key,

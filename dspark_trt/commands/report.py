@@ -2,20 +2,125 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dspark_trt.commands.doctor import Finding
-from dspark_trt.engines.tensorrt.facts import ENGINE_SUFFIX
+from dspark_trt.commands.logs import console as errors
+from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX
+
+if TYPE_CHECKING:
+    from dspark_trt.building.build import StageResult
+    from dspark_trt.building.plan import BuildPlan
+    from dspark_trt.commands.doctor import Finding
+    from dspark_trt.commands.prompt_file import FileSummary
 
 TABLE_WIDTH = 120  # characters; a narrower terminal wraps the lines and loses no digit
 MARKS = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "optional": "[yellow]optional[/]"}
 
 
-def print_findings(findings: list[Finding], is_ready: bool, console: Console) -> None:
+class Bars:
+    """Progress bars on standard error, shown from the first progress on: what is refused before has none."""
+
+    def __init__(self) -> None:
+        columns = (
+            TextColumn("{task.description:<18}"),
+            BarColumn(),
+            TextColumn("{task.percentage:>3.0f}%"),
+            TimeElapsedColumn(),
+        )
+        self._bars = Progress(*columns, console=errors)
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Bars:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._tasks:
+            self._bars.stop()
+
+    def update(self, name: str, fraction: float) -> None:
+        if not self._tasks:
+            self._bars.start()
+        if name not in self._tasks:
+            self._tasks[name] = self._bars.add_task(name, total=1.0)
+        self._bars.update(self._tasks[name], completed=fraction)
+
+
+def ask(prompt: str) -> str:
+    """A line that was typed. Raises EOFError, KeyboardInterrupt."""
+    return input(prompt if sys.stdin.isatty() else "")
+
+
+def print_line(text: str) -> None:
+    print(text, flush=True)
+
+
+def print_piece(index: int, text: str) -> None:
+    """A piece of the text of prompt `index`, as it comes."""
+    print(text, end="", flush=True)
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value))
+
+
+def print_note(text: str) -> None:
+    """What is no result: it stands beside the output, not in it."""
+    errors.print(escape(text), style="dim", highlight=False, soft_wrap=True)
+
+
+def print_error(text: str) -> None:
+    print(f"error: {text}", file=sys.stderr)
+
+
+def print_generation(result: dict[str, Any], *, is_streamed: bool) -> None:
+    print("" if is_streamed else result["text"])
+    print_note(
+        f"{len(result['token_ids'])} tokens in {result['num_steps']} steps, accepted_len "
+        f"{result['accepted_len']:.2f}, mean verify_len {result['mean_verify_len']:.2f}, "
+        f"{result['timings_ms']['total']:.0f} ms ({result['finish_reason']})"
+    )
+
+
+def print_file_summary(summary: FileSummary, results_file: Path) -> None:
+    kept = f", {summary.num_kept} kept" if summary.num_kept else ""
+    failed = f", {summary.num_failed} failed (see `error` in their lines)" if summary.num_failed else ""
+    print(f"{results_file}: {summary.num_finished} generated{kept}{failed}")
+
+
+def print_choice(plan: BuildPlan) -> None:
+    recipe = plan.recipe
+    print_note(f"backend {recipe.backend}, precision {recipe.precision}: {plan.reason}")
+
+
+def print_plan(plan: BuildPlan) -> None:
+    for name, value in plan.facts().items():
+        print(f"{name:<10} {value}")
+
+
+def print_stages(results: Sequence[StageResult], output: Path, numerics: str | None) -> None:
+    for result in results:
+        print(f"{result.stage:<18} {'built' if result.was_built else 'kept':<6} {result.seconds:7.2f} s")
+    if numerics:
+        print(f"\n{numerics}")
+    print(
+        f"\nserve it:  dspark-trt serve {output}\n     or:  tritonserver --model-repository={output}/triton_model_repo"
+    )
+
+
+def print_findings(findings: list[Finding], is_ready: bool, console: Console | None = None) -> None:
+    console = console or Console()
     table = Table(box=None, pad_edge=False)
     for column in ("", "", "found", "what to do"):
         table.add_column(column, overflow="fold")
@@ -25,7 +130,8 @@ def print_findings(findings: list[Finding], is_ready: bool, console: Console) ->
     console.print("This machine can build and generate." if is_ready else "Not ready: see the missing lines above.")
 
 
-def print_build(description: dict[str, Any], console: Console) -> None:
+def print_build(description: dict[str, Any], console: Console | None = None) -> None:
+    console = console or Console()
     recipe, target, drafter = description["recipe"], description["target"], description["drafter"]
     facts = {
         "target": f"{recipe['target']} ({_decoder(target)})",
@@ -33,7 +139,8 @@ def print_build(description: dict[str, Any], console: Console) -> None:
         "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {list(drafter['target_layer_ids'])}",
         "engine": _engine(description),
         "numerics": description["numerics"],
-        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, {recipe['max_batch_tokens']} tokens a step",
+        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, "
+        f"{recipe['max_batch_tokens']} tokens a step",
         "calibration": description["calibration"]["kind"],
     }
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -74,13 +181,17 @@ def _head(drafter: dict[str, Any]) -> str:
 
 
 def _step_table(data: dict[str, Any]) -> Table:
-    shown = [index for index, tokens in enumerate(data["batch_tokens"]) if tokens & (tokens - 1) == 0]
-    table = Table(title="step table: milliseconds by requests and batch_tokens", title_justify="left", box=None)
+    """Steps with 0, 1, 2, 4 ... extra tokens at the first context depth, and blocks of every slot count."""
+    shown = [at for at, extra in enumerate(data["extra_tokens"]) if extra & (extra - 1) == 0]
+    depth = data["context_tokens"][0]
+    table = Table(title=f"step table: milliseconds at {depth} positions", title_justify="left", box=None)
     table.add_column("requests", justify="right")
-    for index in shown:
-        table.add_column(str(data["batch_tokens"][index]), justify="right")
-    table.add_column("draft", justify="right")
-    for requests, row, draft in zip(data["num_requests"], data["step_ms"], data["draft_ms"], strict=True):
-        cells = ["" if row[index] is None else f"{row[index]:.1f}" for index in shown]
-        table.add_row(str(requests), *cells, f"{draft:.1f}")
+    for at in shown:
+        table.add_column(f"+{data['extra_tokens'][at]}" if data["extra_tokens"][at] else "plain", justify="right")
+    for slots in data["num_slots"]:
+        table.add_column(f"draft {slots}", justify="right")
+    rows = zip(data["num_requests"], data["step_ms"][0], data["draft_ms"][0], strict=True)
+    for requests, steps, drafts in rows:
+        cells = ["" if steps[at] is None else f"{steps[at]:.1f}" for at in shown]
+        table.add_row(str(requests), *cells, *(f"{ms:.1f}" for ms in drafts))
     return table

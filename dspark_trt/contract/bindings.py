@@ -4,8 +4,8 @@ Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` v
 `K` KV heads, `C` row capacity, `H` head dim; `B` KV rows and `S` padded query length of one row group.
 
 A *row group* is one attention call: a contiguous range of B KV rows with their queries padded to S. The target has two,
-`decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row without
-tokens, B = S = 1.
+`decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row
+without tokens, B = S = 1.
 `float` is the element type of the graph (`dims`): float32, float16 or bfloat16.
 Caches are bound as that range of the pool, and every cache output is the same memory as its input.
 
@@ -34,10 +34,10 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | target | logits | float32 [L, V] |
 | | taps | float [T, M*D], absent without tap layers |
 | draft | draft_ids | int64 [R, G] |
-| | draft_logits | float32 [R, G, V] |
-| | confidence_logits | float32 [R, G], absent without a confidence head |
+| | draft_logits | float32 [R, G, W] |
+| | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
 | all | {cache}.out | the cache of that name, written in place |
-| select | | inputs and outputs of `dspark::PrefixSelect`, by their names (plugins/prefix_select/README.md) |
+| select | | inputs and outputs of `dspark::PrefixSelect`, by their names (see its README) |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 """
 
@@ -47,15 +47,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dspark_trt_plugins.operation import Tensor
-from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
 
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.forms import select_form
 
 TARGET_GRAPH = "target.onnx"
 INGEST_GRAPH = "drafter_ingest.onnx"
 DRAFT_GRAPH = "drafter_draft.onnx"
+DRAFT_VOCAB_FILE = "draft_vocab.npy"  # [W] int64, beside the graphs where the drafter cannot propose every id
 SELECT_GRAPH = "prefix_select.onnx"
+
+
+def draft_graph(num_slots: int, gamma: int) -> str:
+    """The graph that drafts num_slots; DRAFT_GRAPH drafts gamma."""
+    return DRAFT_GRAPH if num_slots == gamma else DRAFT_GRAPH.replace(".onnx", f"_{num_slots}.onnx")
+
 
 DECODE = "decode"
 PREFILL = "prefill"
@@ -196,19 +203,13 @@ def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
     block: tuple[Binding, ...] = ()
     if dims.attention == "drafter":
         block = tuple(Binding(cache_block_output(b.name), b.element_type, b.shape) for b in caches(CONTEXT, dims))
-    confidence = (Binding(CONFIDENCE_LOGITS, "float32", ("R", dims.gamma)),) if dims.has_confidence_head else ()
     return (
         Binding(DRAFT_IDS, "int64", ("R", dims.gamma)),
         Binding(DRAFT_LOGITS, "float32", ("R", dims.gamma, dims.vocab_size)),
-        *confidence,
+        Binding(CONFIDENCE_LOGITS, "float32", ("R", dims.gamma)),
         *cache_outputs(CONTEXT, dims),
         *block,
     )
-
-
-def select_form(dims: DrafterDims) -> PrefixSelectForm:
-    """The selection that runs between draft and verification on a device, where K is known beforehand."""
-    return PrefixSelectForm(dims.gamma)
 
 
 def select_inputs(dims: DrafterDims) -> tuple[Binding, ...]:

@@ -1,4 +1,5 @@
-"""How raw confidence logits become probabilities: one straight line per slot and sampling regime, which keeps their order.
+"""How raw confidence logits become probabilities:
+one straight line per slot and sampling regime, which keeps their order.
 
 Source: paper section 3.2.1 (Sequential Temperature Scaling: slope 1 / T_j, offset 0).
 """
@@ -30,8 +31,8 @@ class SlotCalibration:
         slopes, offsets = np.asarray(self.slopes), np.asarray(self.offsets)
         if slopes.shape != offsets.shape or not (np.isfinite(slopes) & np.isfinite(offsets) & (slopes > 0)).all():
             raise RecipeError(
-                f"calibration: expected one finite slope > 0 and one finite offset a slot, found slopes {list(self.slopes)}, "
-                f"offsets {list(self.offsets)}; run `dspark-trt calibrate` again"
+                "calibration: expected one finite slope > 0 and one finite offset a slot, found slopes "
+                f"{list(self.slopes)}, offsets {list(self.offsets)}; run `dspark-trt calibrate` again"
             )
 
 

@@ -19,8 +19,8 @@ FloatType = Literal["float32", "float16", "bfloat16"]  # of weights, hidden stat
 
 METADATA_KEY = "dspark_dims"  # of the graph's metadata_props
 SCHEMA_VERSION = 1
-# Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where TensorRT
-# takes an address, at multiples of 256 bytes.
+# Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where
+# TensorRT takes an address, at multiples of 256 bytes.
 TILE_POSITIONS = 64
 
 
@@ -63,7 +63,7 @@ class DrafterDims:
     limits: EngineLimits
     cache: CacheDims
     attention: Attention
-    vocab_size: int  # V
+    vocab_size: int  # W: of the draft vocabulary
     hidden_size: int  # D
     num_taps: int  # M
     gamma: int  # G
@@ -94,7 +94,12 @@ def target_dims(
 
 
 def drafter_dims(
-    spec: DrafterSpec, *, limits: EngineLimits, attention: Attention, element_type: FloatType = "float32"
+    spec: DrafterSpec,
+    *,
+    limits: EngineLimits,
+    attention: Attention,
+    element_type: FloatType = "float32",
+    num_draft_ids: int | None = None,
 ) -> DrafterDims:
     """A row has room for max_seq_len, the draft block behind it and, where ingest pads, the longest padded chunk."""
     behind = max(spec.gamma, limits.max_batch_tokens) if attention == "standard" else spec.gamma
@@ -102,7 +107,7 @@ def drafter_dims(
         limits,
         _cache(spec.decoder, limits, limits.max_seq_len + behind, attention),
         attention,
-        spec.decoder.vocab_size,
+        num_draft_ids or spec.decoder.vocab_size,
         spec.decoder.hidden_size,
         spec.num_taps,
         spec.gamma,

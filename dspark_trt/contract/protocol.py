@@ -1,11 +1,11 @@
 """The seam between the runtime and the compiled engines.
 
 Shape letters: `R` requests of the call, `G` gamma, `T` packed tokens of the call, `L` logit rows asked for,
-`V` vocabulary, `D` hidden, `M` tap layers. What an engine computes is an array of its own library: numpy on a CPU host. What
-the runtime makes for a call (ids, rows, lengths, temperatures, uniforms, caps) is numpy for every engine.
+`V` vocabulary, `D` hidden, `M` tap layers. What an engine computes is an array of its own library: numpy on a CPU host.
+What the runtime makes for a call (ids, rows, lengths, temperatures, uniforms, caps) is numpy for every engine.
 
-An engine owns the KV memory as `max_slots` rows. The runtime says which row a request lives in and how many of the row's
-positions are valid (`past_lengths`); the engine never remembers lengths. A call writes K/V at positions
+An engine owns the KV memory as `max_slots` rows. The runtime says which row a request lives in and how many of the
+row's positions are valid (`past_lengths`); the engine never remembers lengths. A call writes K/V at positions
 [past, past + query_length) of each row; what lies behind the length that the runtime commits is overwritten later.
 """
 
@@ -36,7 +36,8 @@ class EngineLimits:
 class TargetBatch:
     """One target call: packed tokens, segment after segment; a segment is one request's tokens of this call.
 
-    The first `num_decode` segments verify drafts (anchor + drafts, at most gamma + 1 tokens); the rest are prefill chunks.
+    The first `num_decode` segments verify drafts (anchor + drafts, at most gamma + 1 tokens); the rest are prefill
+    chunks.
     """
 
     token_ids: Int64  # [T]
@@ -123,7 +124,8 @@ class SelectedOutput:
 class TargetEngine(Protocol):
     """Verifies: one forward pass of the target over packed tokens.
 
-    `forward` and `move_row` raise EngineBuildError when the backend fails; the cache rows of that call are then undefined.
+    `forward` and `move_row` raise EngineBuildError when the backend fails; the cache rows of that call are then
+    undefined.
     """
 
     @property
@@ -168,8 +170,8 @@ class StepEngine(Protocol):
     def draft_and_verify(self, draft: DraftBatch, select: SelectBatch, plain: TargetBatch) -> SelectedOutput:
         """One draft block, the selection of its drafts, and their verification.
 
-        `draft` is for the first R_d of the R requests that decode. `plain` is the step without drafts: its first R segments
-        are the anchors alone, prefill chunks behind; the selected drafts are inserted behind their anchors.
+        `draft` is for the first R_d of the R requests that decode. `plain` is the step without drafts: its first R
+        segments are the anchors alone, prefill chunks behind; the selected drafts are inserted behind their anchors.
         Raises EngineBuildError when the backend fails, CapacityError when the step exceeds the limits.
         """
         ...

@@ -26,8 +26,8 @@ class OpenEngines:
 def check_device(build: Path) -> None:
     """Whether the engines of `build` can run here; nothing of torch or TensorRT is imported, and nothing is opened.
 
-    Raises ManifestError when engine.json is not readable; EnvironmentMissingError when this machine has another GPU or none, or
-    no torch for CUDA.
+    Raises ManifestError when engine.json is not readable; EnvironmentMissingError when this machine has another GPU or
+    none, or no torch for CUDA.
     """
     settings = read_engine_settings(build)
     if settings.backend == "onnxruntime":
@@ -45,8 +45,8 @@ def check_device(build: Path) -> None:
 def open_engines(build: Path) -> OpenEngines:
     """Open target and drafter of the build directory `build`.
 
-    Raises what check_device raises; EnvironmentMissingError when the backend's package is missing or of another version,
-    EngineBuildError when an engine cannot be opened.
+    Raises what check_device raises; EnvironmentMissingError when the backend's package is missing or of another
+    version, EngineBuildError when an engine cannot be opened.
     """
     check_device(build)
     settings = read_engine_settings(build)
@@ -60,8 +60,8 @@ def open_engines(build: Path) -> OpenEngines:
 
     if (found := check_library(settings.backend)) != settings.library_version:
         raise EnvironmentMissingError(
-            f"{build} holds engines of {settings.backend} {settings.library_version}, which no other version opens, found {found}; "
-            "install that version, or run `dspark-trt build` again"
+            f"{build} holds engines of {settings.backend} {settings.library_version}, which no other version opens, "
+            f"found {found}; install that version, or run `dspark-trt build` again"
         )
     engines = open_tensorrt_engines(build, settings)
     return OpenEngines(engines.target, engines.drafter, engines.step, engines.synchronize)

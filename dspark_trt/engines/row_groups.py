@@ -18,10 +18,10 @@ class RowGroup:
     """A range of rows [first_row, first_row + B) and where its tokens stand."""
 
     first_row: int
-    tokens: Int64  # [B, S] packed index of each padded slot; padding points at the row's last token
+    tokens: Int64  # [B, S] packed index of each padded query; padding points at the row's last token
     past_lengths: Int64  # [B], 0 for rows without tokens
     query_lengths: Int64  # [B], 0 for rows without tokens
-    slots: Int64  # [T] b * S + i of each token
+    padded_indices: Int64  # [T] b * S + i of each token
 
     @property
     def num_rows(self) -> int:
@@ -36,14 +36,16 @@ def row_group(
     first_token: int = 0,
     padded_to: tuple[int, int] | None = None,
 ) -> RowGroup:
-    """The group of some segments, given in packed order: [R] each, `first_token` the packed index of the first one's first.
+    """The group of some segments, given in packed order:
+    [R] each, `first_token` the packed index of the first one's first.
 
-    `padded_to` (B, S): the range begins at row 0 and has these sizes; without it, it is the smallest that holds the segments.
-    Without segments, one row without tokens: attention operators do not take an empty batch (ONNX Runtime's standard one says
-    so, GroupQueryAttention can divide by zero). On ONNX Runtime that row costs 2 to 3 % of a one-token step.
+    `padded_to` (B, S): the range begins at row 0 and has these sizes; without it, it is the smallest that holds the
+    segments. Without segments, one row without tokens: attention operators do not take an empty batch (ONNX Runtime's
+    standard one says so, GroupQueryAttention can divide by zero). On ONNX Runtime that row costs 2 to 3 % of a
+    one-token step.
 
-    Padding points at the row's own last token, so that nothing of another request, a NaN say, is ever written into a row that
-    is read.
+    Padding points at the row's own last token, so that nothing of another request, a NaN say, is ever written into a
+    row that is read.
     """
     if not len(rows):
         none = np.zeros(1, np.int64)
@@ -53,13 +55,13 @@ def row_group(
     at = rows - first_row
     ends = query_lengths.cumsum()
     begins = ends - query_lengths
-    slots = np.arange(ends[-1]) + np.repeat(at * longest - begins, query_lengths)
+    padded_indices = np.arange(ends[-1]) + np.repeat(at * longest - begins, query_lengths)
     tokens = np.zeros((num_rows, longest), np.int64)
     tokens[at] = first_token + begins[:, None] + np.minimum(np.arange(longest), query_lengths[:, None] - 1)
     past, query = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     past[at] = past_lengths
     query[at] = query_lengths
-    return RowGroup(first_row, tokens, past, query, slots)
+    return RowGroup(first_row, tokens, past, query, padded_indices)
 
 
 def positions(past_lengths: Int64, query_lengths: Int64) -> Int64:

@@ -1,4 +1,4 @@
-"""Attention: the one seam between backends (DESIGN section 5). Everything else in a graph is standard and shared.
+"""Attention: the one seam between backends (docs/adr/0002). Everything else in a graph is standard and shared.
 
 | call | ONNX Runtime | TensorRT, and ONNX Runtime as a check |
 |---|---|---|
@@ -6,8 +6,8 @@
 | drafter, bidirectional inside the block | `drafter` | `standard` |
 | drafter, context that only enters the cache | `drafter` | `standard` |
 
-An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share. Queries and
-keys come to it rotated.
+An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share.
+Queries and keys come to it rotated.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
     if wanted == "standard" or spec.head_dim % _GQA_HEAD_DIM_MULTIPLE == 0:
         return wanted
     logger.warning(
-        "the %s has head_dim %d, ONNX Runtime's GroupQueryAttention takes multiples of %d only: attention falls back to "
-        "standard operators, whose cost follows max_seq_len",
+        "the %s has head_dim %d, ONNX Runtime's GroupQueryAttention takes multiples of %d only: attention falls back "
+        "to standard operators, whose cost follows max_seq_len",
         what,
         spec.head_dim,
         _GQA_HEAD_DIM_MULTIPLE,
@@ -59,7 +59,8 @@ def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
 
 
 def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> AttentionEmitter:
-    """For the target: a token at position p sees the positions up to p of its row. A row verifies `gamma` drafts at most."""
+    """For the target: a token at position p sees the positions up to p of its row.
+    A row verifies `gamma` drafts at most."""
     match dims.attention:
         case "gqa":
             return GqaAttention(builder, spec)

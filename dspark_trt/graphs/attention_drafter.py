@@ -1,11 +1,13 @@
 """`drafter`: attention of the drafter on ONNX Runtime. The slots of a block are folded into the head dimension.
 
-A block is bidirectional: each of its G queries sees the same keys, the context before the anchor and all G slots. So the G
-queries of N heads are one query of N*G heads, each KV head serving G times as many, at the block's last position. The block's
-keys and values are written behind the context first, where no valid position stands; the next ingest overwrites them. What
-remains is a decode call of `com.microsoft.GroupQueryAttention`: in place, no mask, no copy of the context, work by live length.
+A block is bidirectional: each of its G queries sees the same keys, the context before the anchor and all G slots. So
+the G queries of N heads are one query of N*G heads, each KV head serving G times as many, at the block's last position.
+The block's keys and values are written behind the context first, where no valid position stands; the next ingest
+overwrites them. What remains is a decode call of `com.microsoft.GroupQueryAttention`: in place, no mask, no copy of the
+context, work by live length.
 
-Shape letters: `R` requests, `G` gamma, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head dim, `T` context tokens.
+Shape letters: `R` requests, `G` gamma, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head dim, `T` context
+tokens.
 """
 
 from __future__ import annotations

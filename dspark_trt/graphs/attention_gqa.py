@@ -1,7 +1,7 @@
 """`gqa`: causal attention of the target by `com.microsoft.GroupQueryAttention`, in place, for ONNX Runtime.
 
-The operator takes right-padded queries (`query_seqlens`), appends the valid keys and values at each row's own length and
-attends over the row's live positions only. Rows without tokens say query length 0: their cache is not touched.
+The operator takes right-padded queries (`query_seqlens`), appends the valid keys and values at each row's own length
+and attends over the row's live positions only. Rows without tokens say query length 0: their cache is not touched.
 
 Shape letters: `T` packed tokens, `B` rows and `S` padded query length of a group, `N`/`K` query/KV heads, `H` head dim.
 """

@@ -1,16 +1,20 @@
-"""What target and drafter share: Linear layers, norms, and the parts of a decoder layer. Llama and Qwen3 dense families.
+"""What target and drafter share: Linear layers, norms, and the parts of a decoder layer.
+Llama and Qwen3 dense families.
 
 Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head dim.
 """
 
 from __future__ import annotations
 
+import numpy as np
+from onnx import TensorProto
+
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract.dims import FloatType
 from dspark_trt.graphs.attention import AttentionEmitter
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.numbers import Numbers
-from dspark_trt.graphs.quantize import ACCURACY_LEVEL, BLOCK_SIZE
+from dspark_trt.graphs.quantize import ACCURACY_LEVEL, BLOCK_SIZE, LinearBits
 from dspark_trt.graphs.rotary import Rotary
 from dspark_trt.graphs.weights import TensorSource
 
@@ -18,7 +22,7 @@ from dspark_trt.graphs.weights import TensorSource
 class Linears:
     """Linear layers on packed tokens, from one source of weights and in one precision."""
 
-    def __init__(self, builder: GraphBuilder, source: TensorSource, bits: int | None, element_type: FloatType) -> None:
+    def __init__(self, builder: GraphBuilder, source: TensorSource, bits: LinearBits, element_type: FloatType) -> None:
         """`element_type` of weights and biases; that of block scales and of what goes in and out."""
         self._builder = builder
         self._source = source
@@ -30,6 +34,9 @@ class Linears:
         extra = [] if bias is None else [self._tensor(bias)]
         if self._bits is None:
             return self._builder.op("Gemm", x, self._tensor(weight), *extra, transB=1, output=output)
+        if self._bits == "rows":
+            product = self._by_rows(x, weight, output=None if extra else output)
+            return self._builder.op("Add", product, *extra, output=output) if extra else product
         blocks, scales = self._source.blocks(weight, self._bits)
         out_features, in_features = self._source.shape(weight)
         product = self._builder.op(
@@ -47,8 +54,33 @@ class Linears:
         )
         return self._builder.op("Add", product, *extra, output=output) if extra else product
 
+    def _by_rows(self, x: str, weight: str, *, output: str | None) -> str:
+        """Activations of each row in eight bits around 128, integer product, then the scales of output and row.
+
+        Not `DynamicQuantizeMatMul`, which takes one scale for the whole tensor: a row would depend on its neighbours.
+        """
+        builder = self._builder
+        integers, scales = self._source.rows(weight)
+        largest = builder.op("ReduceMax", builder.op("Abs", x), builder.vector(-1), keepdims=1)
+        row_scale = builder.op("Div", builder.op("Max", largest, _float(builder, 1e-12)), _float(builder, 127))
+        shifted = builder.op("Add", builder.op("Round", builder.op("Div", x, row_scale)), _float(builder, 128))
+        product = builder.op(
+            "MatMulIntegerToFloat",
+            builder.op("Cast", shifted, to=TensorProto.UINT8),
+            builder.initializer(integers),
+            _float(builder, 1),
+            builder.initializer(scales),
+            builder.constant(np.array(128, np.uint8)),
+            domain=CONTRIB_DOMAIN,
+        )
+        return builder.op("Mul", product, row_scale, output=output)
+
     def _tensor(self, name: str) -> str:
         return self._builder.initializer(self._source.tensor(name, self._element_type))
+
+
+def _float(builder: GraphBuilder, value: float) -> str:
+    return builder.constant(np.array(value, np.float32))
 
 
 class DecoderParts:
@@ -61,7 +93,7 @@ class DecoderParts:
         source: TensorSource,
         numbers: Numbers,
         *,
-        bits: int | None,
+        bits: LinearBits,
         positions: str,
         num_positions: int,
     ) -> None:
@@ -83,7 +115,8 @@ class DecoderParts:
             return self._builder.op("Add", x, mlp)
 
     def norm(self, x: str, module: str, *, source: FloatType | None = None) -> str:
-        """RMS norm over the last dimension, computed in float32, of `x` in the nominal type `source` (None: the model's)."""
+        """RMS norm over the last dimension, computed in float32, of `x` in the nominal type `source` (None:
+        the model's)."""
         numbers = self._numbers
         weight = self._builder.initializer(self._source.tensor(f"{module}.weight", "float32"))
         wide = numbers.cast(self._builder, x, source or numbers.model, "float32")

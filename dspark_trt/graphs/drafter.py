@@ -1,20 +1,23 @@
 """The two drafter graphs: `ingest` brings taps into the context caches, `draft` makes one block per request.
 
-Source: paper section 3.1, eq. 2-7. Shape letters: `R` requests, `G` gamma, `T` context tokens, `V` vocabulary, `D` hidden,
-`M` tap layers.
+Source: paper section 3.1, eq. 2-7. Shape letters: `R` requests, `G` gamma, `T` context tokens, `V` vocabulary, `D`
+hidden, `M` tap layers.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from dspark_trt_plugins.markov_head.form import W1, W2
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, WeightStore
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, DrafterDims, drafter_dims, to_metadata
+from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm, slot_counts
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
@@ -22,9 +25,9 @@ from dspark_trt.graphs.decoder import DecoderParts, Linears
 from dspark_trt.graphs.heads import emit_markov_head
 from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import Numbers, numbers_of
-from dspark_trt.graphs.quantize import LinearBits, linear_bits
+from dspark_trt.graphs.quantize import Quantisation, quantisation
 from dspark_trt.graphs.target import head_weight
-from dspark_trt.graphs.weights import PlacedWeights, TensorSource, WeightFolder
+from dspark_trt.graphs.weights import PlacedWeights, SelectedRows, TensorSource, WeightFolder
 
 
 def write_drafter_graphs(
@@ -35,41 +38,63 @@ def write_drafter_graphs(
     limits: EngineLimits,
     precision: Precision,
     attention: Attention = "drafter",
-    markov_top_n: int = 0,
+    form: DrafterForm = PLAIN_DRAFTER,
 ) -> None:
-    """Write drafter_ingest.onnx and drafter_draft.onnx with their weights into `folder`, where target.onnx already is.
+    """Write drafter_ingest.onnx and the draft graphs with their weights into `folder`, where target.onnx already is.
 
-    An embedding or head that the drafter does not own is the target's, in the target's file.
-    `markov_top_n`: drafts of a slot come from its so many largest base logits; 0: from all.
-    Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not fit the
-    precision, or a weight exceeds float16.
+    Engines that can draft fewer slots than gamma, those of `drafter` attention, get a draft graph for each count.
+    An embedding or head that the drafter does not own is the target's, in the target's file, unless it is needed in
+    another form.
+    Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not
+    fit the precision, or a weight exceeds float16.
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
-    form = usable_form(attention, spec.decoder, "drafter")
-    numbers = numbers_of(precision, form)
-    dims = drafter_dims(spec, limits=limits, attention=form, element_type=numbers.model)
-    metadata = to_metadata(dims)
-    bits = linear_bits(precision)
+    attention = usable_form(attention, spec.decoder, "drafter")
+    numbers = numbers_of(precision, attention)
+    ids = form.draft_vocab
+    store: WeightStore = drafter.weights
+    dims = drafter_dims(
+        spec,
+        limits=limits,
+        attention=attention,
+        element_type=numbers.model,
+        num_draft_ids=None if ids is None else len(ids),
+    )
+    bits = quantisation(precision, form.precision)
     shared = PlacedWeights(folder / bindings.TARGET_GRAPH, "target.", target.weights)
-    with WeightFolder(folder, "drafter", drafter.weights) as weights:
+    head_store, head_name = (drafter.weights, HEAD) if spec.has_own_head else (target.weights, head_weight(target.spec))
+    if ids is not None:
+        np.save(folder / bindings.DRAFT_VOCAB_FILE, ids)
+        every_id = np.arange(spec.decoder.vocab_size, dtype=np.int64)
+        store = SelectedRows(drafter.weights, {W1: np.concatenate((ids, every_id)), W2: ids, HEAD: ids})
+        head_store = SelectedRows(head_store, {head_name: ids})
+    is_head_shared = not spec.has_own_head and ids is None and bits.drafter_head == bits.head
+    with (
+        WeightFolder(folder, "drafter", store) as weights,
+        WeightFolder(folder, "drafter_head", head_store) as head_weights,
+    ):
         ingest = GraphBuilder("drafter_ingest")
         _emit_ingest(ingest, spec, dims, weights, bits, numbers)
-        ingest.save(folder / bindings.INGEST_GRAPH, metadata)
-        draft = GraphBuilder("drafter_draft")
-        h = _emit_backbone(draft, spec, dims, weights, shared, bits, numbers)
-        head = Linears(draft, weights if spec.has_own_head else shared, bits.head, dims.element_type)
-        base_logits = head(h, HEAD if spec.has_own_head else head_weight(target.spec))  # [R * G, V]
-        emit_markov_head(
-            draft,
-            spec,
-            weights,
-            numbers,
-            base_logits=draft.op("Reshape", base_logits, draft.vector(-1, dims.gamma, dims.vocab_size)),
-            hidden=draft.op("Reshape", h, draft.vector(-1, dims.gamma, dims.hidden_size)),
-            top_n=markov_top_n,
-        )
-        draft.save(folder / bindings.DRAFT_GRAPH, metadata)
+        ingest.save(folder / bindings.INGEST_GRAPH, to_metadata(dims))
+        for num_slots in slot_counts(spec.gamma) if attention == "drafter" else (spec.gamma,):
+            draft = GraphBuilder("drafter_draft")
+            of_slots = replace(dims, gamma=num_slots)
+            h = _emit_backbone(draft, spec, of_slots, weights, shared, bits, numbers)
+            head = Linears(draft, shared if is_head_shared else head_weights, bits.drafter_head, dims.element_type)
+            base_logits = head(h, head_name)  # [R * n, W]
+            emit_markov_head(
+                draft,
+                spec,
+                weights,
+                numbers,
+                base_logits=draft.op("Reshape", base_logits, draft.vector(-1, num_slots, dims.vocab_size)),
+                hidden=draft.op("Reshape", h, draft.vector(-1, num_slots, dims.hidden_size)),
+                num_slots=num_slots,
+                draft_vocab=ids,
+                top_n=form.markov_top_n,
+            )
+            draft.save(folder / bindings.draft_graph(num_slots, spec.gamma), to_metadata(of_slots))
 
 
 def _emit_ingest(
@@ -77,7 +102,7 @@ def _emit_ingest(
     spec: DrafterSpec,
     dims: DrafterDims,
     weights: TensorSource,
-    bits: LinearBits,
+    bits: Quantisation,
     numbers: Numbers,
 ) -> None:
     """K and V of every layer straight from the context feature; it passes through no input_layernorm."""
@@ -109,7 +134,7 @@ def _emit_backbone(
     dims: DrafterDims,
     weights: TensorSource,
     shared: TensorSource,
-    bits: LinearBits,
+    bits: Quantisation,
     numbers: Numbers,
 ) -> str:
     """h of every slot after the final norm, [R * G, D]."""

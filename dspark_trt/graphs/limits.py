@@ -11,13 +11,13 @@ def check_limits(limits: EngineLimits, spec: DecoderSpec, *, gamma: int, what: s
     """Raises ExportError where a limit contradicts the model or the draft block."""
     if limits.max_seq_len > spec.max_position_embeddings:
         raise ExportError(
-            f"max_seq_len {limits.max_seq_len} is beyond the {spec.max_position_embeddings} positions that the {what} was "
-            "made for (max_position_embeddings); lower --max-seq-len"
+            f"max_seq_len {limits.max_seq_len} is beyond the {spec.max_position_embeddings} positions that the {what} "
+            "was made for (max_position_embeddings); lower --max-seq-len"
         )
     if limits.max_seq_len <= gamma + 2:
         raise ExportError(
-            f"max_seq_len {limits.max_seq_len} has no room for a prompt and a block of {gamma} drafts (gamma of the drafter); "
-            f"raise --max-seq-len to {gamma + 3} or more"
+            f"max_seq_len {limits.max_seq_len} has no room for a prompt and a block of {gamma} drafts (gamma of the "
+            f"drafter); raise --max-seq-len to {gamma + 3} or more"
         )
     if limits.max_batch_tokens < gamma + 1:
         raise ExportError(

@@ -1,8 +1,8 @@
 """Element types of one build's graphs, and where they change from one to another.
 
-What stays float32 in a 16-bit graph: norms with their weights, logits, confidences, temperatures, uniforms and everything inside
-of MarkovHead. In float16 also the drafter's `fc` and `hidden_norm`: taps are raw residual streams, whose massive activations
-(beyond 2e4 for Qwen3-8B) `fc` would carry past 65504.
+What stays float32 in a 16-bit graph: norms with their weights, logits, confidences, temperatures, uniforms and
+everything inside of MarkovHead. In float16 also the drafter's `fc` and `hidden_norm`: taps are raw residual streams,
+whose massive activations (beyond 2e4 for Qwen3-8B) `fc` would carry past 65504.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.contract.dims import Attention, FloatType
+from dspark_trt.contract.precision import Precision
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import ONNX_TYPES, GraphBuilder
 
@@ -52,7 +52,7 @@ def numbers_of(precision: Precision, attention: Attention) -> Numbers:
             return Numbers()
     if attention != "standard":
         raise ExportError(
-            f"precision {precision}: expected attention 'standard', found {attention!r}; ONNX Runtime's forms are float32, "
-            "choose --precision fp32, int8 or int4 for it"
+            f"precision {precision}: expected attention 'standard', found {attention!r}; ONNX Runtime's forms are "
+            "float32, choose --precision fp32, int8 or int4 for it"
         )
     return numbers

@@ -1,22 +1,25 @@
 """Block quantisation of Linear weights for `com.microsoft.MatMulNBits` (opt-in precisions int8 and int4).
 
-A row of a weight [out, in] is cut into blocks of 32 along `in`; each block has one float32 scale and integers around a zero
-point of 2^(bits-1). Activations are quantised to eight bits per block while the graph runs (accuracy level 4).
+A row of a weight [out, in] is cut into blocks of 32 along `in`; each block has one float32 scale and integers around a
+zero point of 2^(bits-1). Activations are quantised to eight bits per block while the graph runs (accuracy level 4).
 
-What is quantised: the Linear layers of the decoder stack. `int8`: all in eight bits. `int4`: the target's layers in four
-bits, the output head and the drafter in eight, because a wrong logit costs more than the bytes saved and a drafter pays for
-coarse weights with acceptance. What never is: the embedding (a step reads a few of its rows), norms, biases, the drafter's
-`fc` (raw residual streams have outliers that eight-bit activations cannot hold), Markov head and confidence head.
+What is quantised: the Linear layers of the decoder stack. `int8`: all in eight bits. `int4`: the target's layers in
+four bits, the output head and the drafter in eight, because a wrong logit costs more than the bytes saved and a drafter
+pays for coarse weights with acceptance. What never is: the embedding (a step reads a few of its rows), norms, biases,
+the drafter's `fc` (raw residual streams have outliers that eight-bit activations cannot hold), Markov head and
+confidence head.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.building.recipe import Precision
+from dspark_trt.contract.drafter_form import DrafterPrecision
+from dspark_trt.contract.precision import Precision
 
 BLOCK_SIZE = 32
 ACCURACY_LEVEL = 4  # int8 activations
@@ -24,23 +27,30 @@ ACCURACY_LEVEL = 4  # int8 activations
 _ROWS_PER_CHUNK = 4096
 
 
+LinearBits = Literal[4, 8, "rows"] | None  # None: not quantised; "rows": eight bits a row, see quantize_rows
+
+
 @dataclass(frozen=True, slots=True)
-class LinearBits:
-    """Bits of the weights of each kind of Linear layer; None: not quantised."""
+class Quantisation:
+    """How the weights of each kind of Linear layer are written."""
 
-    target_layers: int | None
-    drafter_layers: int | None
-    head: int | None
+    target_layers: LinearBits
+    drafter_layers: LinearBits
+    head: LinearBits
+    drafter_head: LinearBits
 
 
-def linear_bits(precision: Precision) -> LinearBits:
+def quantisation(precision: Precision, drafter: DrafterPrecision = "fp32") -> Quantisation:
+    """`drafter` is the drafter's own precision where the target is float32."""
     match precision:
+        case "fp32" if drafter == "int8":
+            return Quantisation(None, "rows", None, "rows")
         case "fp32" | "bf16" | "fp16":
-            return LinearBits(None, None, None)
+            return Quantisation(None, None, None, None)
         case "int8":
-            return LinearBits(8, 8, 8)
+            return Quantisation(8, 8, 8, 8)
         case "int4":
-            return LinearBits(4, 8, 8)
+            return Quantisation(4, 8, 8, 8)
 
 
 def block_names(name: str, bits: int) -> tuple[str, str]:
@@ -51,8 +61,8 @@ def block_names(name: str, bits: int) -> tuple[str, str]:
 def quantize_blocks(weight: NDArray[np.generic], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
     """Quantise a weight [out, in].
 
-    Returns blocks [out, num_blocks, BLOCK_SIZE * bits / 8] uint8 (four bits: two values a byte, the first in the low half)
-    and scales [out, num_blocks] float32. The last block is padded with zeros.
+    Returns blocks [out, num_blocks, BLOCK_SIZE * bits / 8] uint8 (four bits: two values a byte, the first in the low
+    half) and scales [out, num_blocks] float32. The last block is padded with zeros.
     """
     rows, columns = weight.shape
     num_blocks = -(-columns // BLOCK_SIZE)
@@ -67,7 +77,8 @@ def quantize_blocks(weight: NDArray[np.generic], bits: int) -> tuple[NDArray[np.
 
 
 def _quantize(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """The element of the largest magnitude becomes the integer -2^(bits-1), the end of the range that has one more step."""
+    """The element of the largest magnitude becomes the integer -2^(bits-1),
+    the end of the range that has one more step."""
     zero_point = 1 << (bits - 1)
     at = np.abs(values).argmax(axis=-1, keepdims=True)
     scales = np.take_along_axis(values, at, axis=-1) / np.float32(-zero_point)
@@ -76,3 +87,25 @@ def _quantize(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8]
     if bits == 4:
         integers = integers[..., ::2] | integers[..., 1::2] << 4
     return integers, scales[..., 0].astype(np.float32, copy=False)
+
+
+def row_names(name: str) -> tuple[str, str]:
+    """Names of a weight quantised by rows and of its scales."""
+    return f"{name}.rows", f"{name}.rows_scales"
+
+
+def quantize_rows(weight: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Eight bits and one scale for each output of a weight [out, in], for `MatMulIntegerToFloat`.
+
+    Returns integers [in, out] within +-127 and scales [out]. Activations are quantised by rows while the graph runs, so
+    that a row of the product depends on that row alone, bit for bit: integer sums are exact in any order.
+    """
+    rows, columns = weight.shape
+    integers = np.empty((columns, rows), np.int8)
+    scales = np.empty(rows, np.float32)
+    for start in range(0, rows, _ROWS_PER_CHUNK):
+        part = slice(start, start + _ROWS_PER_CHUNK)
+        values = np.asarray(weight[part], np.float32)
+        scales[part] = np.maximum(np.abs(values).max(axis=1) / 127, np.float32(1e-12))
+        integers[:, part] = np.rint(values / scales[part, None]).astype(np.int8).T
+    return integers, scales

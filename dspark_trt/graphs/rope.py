@@ -2,8 +2,8 @@
 
 Sources: RoFormer (arXiv 2104.09864); YaRN (arXiv 2309.00071), section 3; Llama 3.1's smoothed scaling.
 
-Frequencies and angles are rounded to float32, as transformers rounds them: at position 8000 exact angles would be off by
-5e-4 radians from those that the checkpoint's own code sees.
+Frequencies and angles are rounded to float32, as transformers rounds them: at position 8000 exact angles would be off
+by 5e-4 radians from those that the checkpoint's own code sees.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Float64:
 
 
 def _yarn(rope: RopeSpec, plain: Float64, head_dim: int) -> Float64:
-    """Pairs that turn often over the original context stay, those that turn rarely are stretched, a ramp between them."""
+    """Pairs that turn often over the original context stay, those that turn rarely are stretched,
+    a ramp between them."""
     assert rope.factor is not None
     assert rope.beta_fast is not None
     assert rope.beta_slow is not None

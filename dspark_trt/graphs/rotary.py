@@ -1,7 +1,8 @@
-"""Rotary position embedding of packed tokens. Queries and keys of a layer are rotated together, which saves two nodes a layer.
+"""Rotary position embedding of packed tokens.
+Queries and keys of a layer are rotated together, which saves two nodes a layer.
 
-It stays outside the attention operators: on ONNX Runtime that is 4 % faster for a one-token step than GroupQueryAttention's
-own rotation, and every attention form gets the same queries and keys. The tables
+It stays outside the attention operators: on ONNX Runtime that is 4 % faster for a one-token step than
+GroupQueryAttention's own rotation, and every attention form gets the same queries and keys. The tables
 have the model's element type, to which transformers casts them too.
 """
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, TargetDims, target_dims, to_metadata
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention import causal_attention, usable_form
@@ -19,7 +19,7 @@ from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
 from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import Numbers, numbers_of
-from dspark_trt.graphs.quantize import LinearBits, linear_bits
+from dspark_trt.graphs.quantize import Quantisation, quantisation
 from dspark_trt.graphs.weights import TensorSource, WeightFolder
 
 EMBEDDING_OUTPUT = -1  # the tap "layer" that stands for the embedding output
@@ -57,7 +57,7 @@ def write_target_graph(
     dims = target_dims(spec, num_taps=len(taps), limits=limits, attention=form, element_type=numbers.model)
     builder = GraphBuilder("target")
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
-        _emit(builder, spec, dims, taps, weights, linear_bits(precision), numbers, gamma)
+        _emit(builder, spec, dims, taps, weights, quantisation(precision), numbers, gamma)
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
 
 
@@ -72,7 +72,7 @@ def _emit(
     dims: TargetDims,
     taps: tuple[int, ...],
     weights: TensorSource,
-    bits: LinearBits,
+    bits: Quantisation,
     numbers: Numbers,
     gamma: int,
 ) -> None:

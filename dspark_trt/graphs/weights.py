@@ -1,17 +1,19 @@
 """Weights of a graph folder: by hard link to the checkpoint's own file where that is possible, else written once.
 
-ONNX keeps a large weight outside the graph as (file name, offset, length), relative to the graph's folder. A matrix of a
-safetensors (or GGUF) file that has the graph's element type is already in the wanted form, Linear layout [out, in] included, so
-the folder gets a hard link to that file and no copy. A link survives renaming the folder and works for the symlinks of a hub cache, which ONNX
-Runtime would refuse. Where no link can be made (another file system) and for other element types, the matrix is written
-into a file of our own, chunk by chunk, so that memory never holds the weights twice. Vectors stay in the graph file.
+ONNX keeps a large weight outside the graph as (file name, offset, length), relative to the graph's folder. A matrix of
+a safetensors (or GGUF) file that has the graph's element type is already in the wanted form, Linear layout [out, in]
+included, so the folder gets a hard link to that file and no copy. A link survives renaming the folder and works for the
+symlinks of a hub cache, which ONNX Runtime would refuse. Where no link can be made (another file system) and for other
+element types, the matrix is written into a file of our own, chunk by chunk, so that memory never holds the weights
+twice. Vectors stay in the graph file.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -20,17 +22,20 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from dspark_trt.checkpoints.spec import WeightStore
+from dspark_trt.checkpoints.spec import TensorInfo, WeightStore
 from dspark_trt.contract.dims import FloatType
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import ONNX_TYPES
 from dspark_trt.graphs.numbers import NUMPY_TYPES
-from dspark_trt.graphs.quantize import block_names, quantize_blocks
+from dspark_trt.graphs.quantize import block_names, quantize_blocks, quantize_rows, row_names
 
 _ALIGNMENT_BYTES = 4096  # of a tensor in our own file: a page, so that it can be memory-mapped
 _CHUNK_ELEMENTS = 1 << 24
 # the types that a weight can be beyond
 _LARGEST = {NUMPY_TYPES["float16"]: "65504", NUMPY_TYPES["bfloat16"]: "3.3895e+38"}
+
+
+_READABLE = stat.S_IRGRP | stat.S_IROTH
 
 
 class TensorSource(Protocol):
@@ -44,13 +49,39 @@ class TensorSource(Protocol):
         """The matrix of that canonical name in quantised blocks, and their scales."""
         ...
 
+    def rows(self, name: str) -> tuple[TensorProto, TensorProto]:
+        """The matrix of that canonical name quantised by rows, [in, out], and its scales [out]."""
+        ...
+
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of that tensor in the checkpoint."""
         ...
 
 
+class SelectedRows:
+    """A store in which some tensors have chosen rows only, in a chosen order."""
+
+    def __init__(self, store: WeightStore, rows: Mapping[str, NDArray[np.int64]]) -> None:
+        self._store = store
+        self._rows = dict(rows)
+
+    def names(self) -> tuple[str, ...]:
+        return self._store.names()
+
+    def info(self, name: str) -> TensorInfo:
+        info = self._store.info(name)
+        if name not in self._rows:
+            return info
+        return TensorInfo(info.dtype, (len(self._rows[name]), *info.shape[1:]))
+
+    def array(self, name: str) -> NDArray[np.generic]:
+        array = self._store.array(name)
+        return array[self._rows[name]] if name in self._rows else array
+
+
 class WeightFolder:
-    """The weight files of one checkpoint in one graph folder. Close it (or leave `with`) before the graphs are opened."""
+    """The weight files of one checkpoint in one graph folder.
+    Close it (or leave `with`) before the graphs are opened."""
 
     def __init__(self, folder: Path, prefix: str, store: WeightStore) -> None:
         self._folder = folder
@@ -93,6 +124,15 @@ class WeightFolder:
             self._placed[scales_key] = self.write(scales_name, scales, scales.dtype)
         return self._placed[blocks_key], self._placed[scales_key]
 
+    def rows(self, name: str) -> tuple[TensorProto, TensorProto]:
+        integers_name, scales_name = row_names(name)
+        integers_key, scales_key = (integers_name, "int8"), (scales_name, "float32")
+        if integers_key not in self._placed:
+            integers, scales = quantize_rows(self._store.array(name))
+            self._placed[integers_key] = self.write(integers_name, integers, integers.dtype)
+            self._placed[scales_key] = numpy_helper.from_array(scales, scales_name)
+        return self._placed[integers_key], self._placed[scales_key]
+
     def shape(self, name: str) -> tuple[int, ...]:
         return self._store.info(name).shape
 
@@ -120,12 +160,23 @@ class WeightFolder:
         if source not in self._links:
             location = f"{self._prefix}-{len(self._links)}{source.suffix}"
             try:
+                _check_readable_by_others(source)
                 os.link(source, self._folder / location)
             except OSError:  # another file system, a file of another owner, or no links at all
                 self._links[source] = None
             else:
                 self._links[source] = location
         return self._links[source]
+
+
+def _check_readable_by_others(source: Path) -> None:
+    """A link shares its file's mode: weights that only their owner reads are copied, as a server may run as another
+    user.
+
+    Raises PermissionError.
+    """
+    if source.stat().st_mode & _READABLE != _READABLE:
+        raise PermissionError(f"{source} is for its owner alone")
 
 
 class PlacedWeights:
@@ -144,6 +195,10 @@ class PlacedWeights:
     def blocks(self, name: str, bits: int) -> tuple[TensorProto, TensorProto]:
         blocks_name, scales_name = block_names(name, bits)
         return self._shared(blocks_name, TensorProto.UINT8), self._shared(scales_name, TensorProto.FLOAT)
+
+    def rows(self, name: str) -> tuple[TensorProto, TensorProto]:
+        integers_name, scales_name = row_names(name)
+        return self._shared(integers_name, TensorProto.INT8), self._shared(scales_name, TensorProto.FLOAT)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._store.info(name).shape

@@ -1,4 +1,5 @@
-"""What this machine is, told without importing any engine: the fingerprint of measurements and the facts of `doctor`."""
+"""What this machine is, told without importing any engine:
+the fingerprint of measurements and the facts of `doctor`."""
 
 from __future__ import annotations
 

@@ -5,11 +5,14 @@ A process has one GPU, CUDA's device 0; CUDA_VISIBLE_DEVICES chooses another.
 
 from __future__ import annotations
 
+import ctypes
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _GPU_FIX = "use a machine with an NVIDIA GPU and its driver; a container has to be started with --gpus all"
+_DEVICES = Path("/proc/driver/nvidia/gpus")
 _MODULE_VERSION = Path("/sys/module/nvidia/version")
 
 
@@ -32,6 +35,7 @@ class NoGpu:
 
     reason: str
     fix: str
+    has_driver: bool = False  # there is a GPU all the same, which stays unused
 
     def __str__(self) -> str:
         return f"no GPU ({self.reason})"
@@ -42,7 +46,8 @@ def look_for_gpu() -> Gpu | NoGpu:
     try:
         from cuda.bindings import driver
     except ImportError:
-        return NoGpu("the package cuda-bindings, which asks the driver, is not installed", "pip install cuda-bindings")
+        reason = "the package cuda-bindings, which asks the driver, is not installed"
+        return NoGpu(reason, "pip install cuda-bindings", has_driver=has_driver())
     try:
         initialised = driver.cuInit(0)
     except RuntimeError as error:  # libcuda.so.1 cannot be opened
@@ -67,6 +72,18 @@ def look_for_gpu() -> Gpu | NoGpu:
     except RuntimeError as error:
         return NoGpu(f"the NVIDIA driver says {error}", _GPU_FIX)
     return Gpu(name, 10 * major + minor, memory_bytes, _driver_version(cuda))
+
+
+def has_driver() -> bool:
+    """Whether there are a driver and a device, found without any package."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        count = ctypes.c_int()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0:
+            return count.value > 0
+    except (OSError, AttributeError):  # no such library, or another one of this name
+        pass
+    return any(_DEVICES.glob("*")) or shutil.which("nvidia-smi") is not None
 
 
 def _driver_version(cuda: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import shlex
 from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
@@ -15,6 +16,20 @@ DEVICE_DISTRIBUTIONS = (
 )
 TORCH_FIX = "pip install torch==2.13.0, a build for CUDA"
 TRITON_FIX = "pip install --no-deps triton==3.9.0"
+
+
+def install_extra(extra: str) -> str:
+    """The command that installs what an extra of this package stands for.
+
+    It names the packages themselves: `dspark-trt[extra]` is on no index, and how it was installed (a clone, a wheel)
+    is not known.
+    """
+    try:
+        requirements = metadata.requires("dspark-trt") or []
+    except metadata.PackageNotFoundError:  # run from its sources
+        requirements = []
+    wanted = [item.split(";")[0].strip() for item in requirements if item.endswith(f'extra == "{extra}"')]
+    return f"pip install {' '.join(map(shlex.quote, wanted))}" if wanted else f"in a clone: pip install '.[{extra}]'"
 
 
 def torch_versions() -> tuple[str, str | None] | None:

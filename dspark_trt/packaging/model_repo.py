@@ -18,7 +18,7 @@ from dspark_trt.packaging.pbtxt import ModelConfig, set_parameter
 from dspark_trt.packaging.signature import POSTPROCESSING, PREPROCESSING, model_configs
 
 REPOSITORY_NAME = "triton_model_repo"  # of a build directory
-DEFAULT_SCHEDULER = "early_stop"
+DEFAULT_SCHEDULER = "auto"
 _CODE_PACKAGE = "dspark_trt_model_repo"
 _ENGINE_CODE = "dspark"  # whatever the model is called
 _ENSEMBLE_NOTE = "An ensemble has no code of its own; Triton wants a version folder that is not lost on the way.\n"

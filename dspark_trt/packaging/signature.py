@@ -1,7 +1,7 @@
 """Every tensor of the four Triton models, once: configurations and adapters both read it.
 
-Every input is optional to Triton, also those that a request must have: of these Triton only counts whether there are enough
-inputs, and an ensemble whose step lacks one ends without any answer. The steps themselves refuse them, by name.
+Every input is optional to Triton, also those that a request must have: of these Triton only counts whether there are
+enough inputs, and an ensemble whose step lacks one ends without any answer. The steps themselves refuse them, by name.
 
 Names, types and shapes of the ensemble and of the engine model are those of TensorRT-LLM's Triton backend, so its
 clients work unmodified; the tensors that exist only here are marked.

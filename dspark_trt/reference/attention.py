@@ -1,10 +1,10 @@
 """Attention of one row group of `bindings` in PyTorch: what graphs/attention_standard.py says, with the same memory.
 
-Nothing here waits for the device, depends on the values of a tensor or makes a shape out of them: a call can be captured in a
-CUDA graph. Its cost follows the capacity of a row, as that of any mask over a whole row does.
+Nothing here waits for the device, depends on the values of a tensor or makes a shape out of them: a call can be
+captured in a CUDA graph. Its cost follows the capacity of a row, as that of any mask over a whole row does.
 
-Shape letters: `T` packed tokens, `B` rows and `S` padded query length of the group, `N`/`K` query/KV heads, `H` head dim,
-`C` row capacity.
+Shape letters: `T` packed tokens, `B` rows and `S` padded query length of the group, `N`/`K` query/KV heads, `H` head
+dim, `C` row capacity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def causal_limits(past_lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Ten
     return past_lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
 
 
-class RowGroup:
+class RowGroupAttention:
     """The padded rows of one call. `mask_to` makes the mask that `attend` takes."""
 
     def __init__(
@@ -30,7 +30,7 @@ class RowGroup:
         query_lengths: torch.Tensor,
         max_seq_len: int,
     ) -> None:
-        """`tokens` [B, S]: packed index of each padded slot. Lengths [B]; a row without tokens has query length 0.
+        """`tokens` [B, S]: packed index of each padded query. Lengths [B]; a row without tokens has query length 0.
 
         Such a row is written from `max_seq_len` on, where no valid position can stand.
         """
@@ -63,10 +63,10 @@ class RowGroup:
         The query heads that share a KV head stand one behind the other as more queries of it, so that no key is copied.
         """
         spec = self._spec
-        rows, slots = self._tokens.shape
+        rows, num_queries = self._tokens.shape
         group = spec.num_heads // spec.num_kv_heads
         padded = queries[self._tokens].unflatten(2, (spec.num_kv_heads, group))  # [B, S, K, N / K, H]
-        folded = padded.permute(0, 2, 3, 1, 4).reshape(rows, spec.num_kv_heads, group * slots, spec.head_dim)
+        folded = padded.permute(0, 2, 3, 1, 4).reshape(rows, spec.num_kv_heads, group * num_queries, spec.head_dim)
         attended = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
-        unfolded = attended.unflatten(2, (group, slots)).permute(0, 3, 1, 2, 4)  # [B, S, K, N / K, H]
-        return unfolded.reshape(rows * slots, spec.num_heads, spec.head_dim)
+        unfolded = attended.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4)  # [B, S, K, N / K, H]
+        return unfolded.reshape(rows * num_queries, spec.num_heads, spec.head_dim)

@@ -94,8 +94,9 @@ class _Engine:
         for segment in segments:
             if segment.length > self.limits.max_seq_len or not 0 <= segment.row < self.limits.max_slots:
                 raise CapacityError(
-                    f"reference engine: expected rows below {self.limits.max_slots} of at most {self.limits.max_seq_len} "
-                    f"positions, found row {segment.row} with {segment.length}; raise max_slots or max_seq_len"
+                    f"reference engine: expected rows below {self.limits.max_slots} of at most "
+                    f"{self.limits.max_seq_len} positions, found row {segment.row} with {segment.length}; raise "
+                    "max_slots or max_seq_len"
                 )
         return segments
 

@@ -1,4 +1,5 @@
-"""Markov and confidence heads in PyTorch, written on their own so that they and the plugin's reference check each other.
+"""Markov and confidence heads in PyTorch, written on their own so that they and the plugin's reference check each
+other.
 
 Shape letters: `R` requests, `G` gamma, `V` vocabulary, `D` hidden, `r` Markov rank.
 """

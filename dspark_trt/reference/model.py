@@ -1,6 +1,7 @@
 """The decoder layer that target and drafter share, in plain PyTorch, in the element type of the tensors it is given.
 
-Norms and rotation are computed in float32, by cos and sin of that type as transformers has them. Nothing here depends on the values of a tensor, so all of it can be captured.
+Norms and rotation are computed in float32, by cos and sin of that type as transformers has them. Nothing here depends
+on the values of a tensor, so all of it can be captured.
 
 Shape letters: `T` tokens, `S` query tokens of one segment, `J` keys of one segment, `D` hidden, `N`/`K` query/KV heads,
 `H` head dim.

@@ -1,7 +1,8 @@
 """The device runtime without a compiler: PyTorch sessions straight from the checkpoints, on a GPU or on the CPU.
 
-It is what a GPU host with only torch and triton runs, and what the tests compare TensorRT with. Its attention costs as much as
-the capacity of a row; DESIGN section 5 calls it the oracle, not a backend to serve with.
+It is what a GPU host with only torch and triton runs, and what the tests compare TensorRT with. Its attention costs as
+much as the capacity of a row; it is the oracle, not a backend to serve with
+(docs/adr/0008).
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def open_device_reference_engines(
 ) -> DeviceEngines:
     """Target and drafter in one element type on one device ("cpu", "cuda", "cuda:1").
 
-    Raises what `open_reference_sessions` raises, and EngineBuildError where the device has no room for caches and buffers.
+    Raises what `open_reference_sessions` raises, and EngineBuildError where the device has no room for caches and
+    buffers.
     """
     opened = open_reference_sessions(target, drafter, limits=limits, precision=precision, device=device)
     return open_device_engines(
@@ -92,7 +94,8 @@ def open_reference_sessions(
 
 
 def _load(weights: ReferenceWeights) -> None:
-    """Read everything that calls use now, and not in the first call. Sessions hold embeddings and output heads already."""
+    """Read everything that calls use now, and not in the first call.
+    Sessions hold embeddings and output heads already."""
     for name in weights.store.names():
         if name == "fc.weight":
             weights.typed(name, context_type(weights.element_type))
@@ -104,6 +107,6 @@ def check_device(device: str) -> None:
     """Raises EnvironmentMissingError where torch sees no such device."""
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise EnvironmentMissingError(
-            f"device {device}: PyTorch {torch.__version__} sees no CUDA GPU; install an NVIDIA driver and torch for CUDA "
-            "(pip install torch, as https://pytorch.org says for this machine), or use device cpu"
+            f"device {device}: PyTorch {torch.__version__} sees no CUDA GPU; install an NVIDIA driver and torch for "
+            "CUDA (pip install torch, as https://pytorch.org says for this machine), or use device cpu"
         )

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from dspark_trt_plugins.bundle import kernel_sm
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
 from dspark_trt_plugins.prefix_select.reference import prefix_select
@@ -17,11 +18,10 @@ from dspark_trt_plugins.prefix_select.reference import prefix_select
 from dspark_trt.checkpoints.spec import DrafterSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, FloatType
+from dspark_trt.contract.forms import markov_head_form, select_form
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.session import Tensors
-from dspark_trt.engines.tensorrt.library import kernel_sm
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
-from dspark_trt.graphs.heads import markov_head_form
 from dspark_trt.reference.heads import ReferenceHeads
 from dspark_trt.reference.weights import ReferenceWeights
 
@@ -64,7 +64,7 @@ class TorchSelectSession:
 
     def __init__(self, dims: DrafterDims, device: str) -> None:
         """On a GPU raises EnvironmentMissingError without triton or cuda-bindings, EngineBuildError where they fail."""
-        self._form = bindings.select_form(dims)
+        self._form = select_form(dims)
         operation = PrefixSelectOperation(self._form)
         self._names = {
             "inputs": [tensor.name for tensor in operation.inputs],
@@ -101,7 +101,8 @@ class _WidenedWeights(ReferenceWeights):
 def gpu_operation(operation: MarkovHeadOperation | PrefixSelectOperation, device: str) -> Any:
     """The operation's kernels, compiled for this GPU and loaded: a TorchOperation.
 
-    Raises EnvironmentMissingError without triton or cuda-bindings, EngineBuildError when kernels cannot be compiled or loaded.
+    Raises EnvironmentMissingError without triton or cuda-bindings, EngineBuildError when kernels cannot be compiled or
+    loaded.
     """
     try:
         from dspark_trt_plugins.launch import TorchOperation
@@ -122,8 +123,8 @@ def _compiled(operation: MarkovHeadOperation | PrefixSelectOperation, capability
     sm = kernel_sm(10 * major + minor)
     if sm is None:
         raise EngineBuildError(
-            f"{operation.name}: expected a GPU of SM {', '.join(map(str, SUPPORTED_SMS))}, found SM {major}{minor}, for which "
-            "the kernels are not compiled; use another GPU, or --backend onnxruntime on the CPU"
+            f"{operation.name}: expected a GPU of SM {', '.join(map(str, SUPPORTED_SMS))}, found SM {major}{minor}, "
+            "for which the kernels are not compiled; use another GPU, or --backend onnxruntime on the CPU"
         )
     return compile_operation(operation, [sm])
 

@@ -1,8 +1,10 @@
-"""The graphs of `bindings` in PyTorch, straight from the checkpoints, on any device: what a compiled engine does, without a compiler.
+"""The graphs of `bindings` in PyTorch, straight from the checkpoints, on any device:
+what a compiled engine does, without a compiler.
 
-They take the very tensors that a TensorRT engine of a `standard` graph takes, in the same element types, and write the very
-outputs, so that all of the device runtime runs on a host with nothing but torch (and, on a GPU, triton). Norms, rotation,
-logits and the sequential stage are float32, as in the graphs; in float16 the drafter's `fc` and `hidden_norm` too.
+They take the very tensors that a TensorRT engine of a `standard` graph takes, in the same element types, and write the
+very outputs, so that all of the device runtime runs on a host with nothing but torch (and, on a GPU, triton). Norms,
+rotation, logits and the sequential stage are float32, as in the graphs; in float16 the drafter's `fc` and `hidden_norm`
+too.
 
 No call waits for the device, reads a value on the host or makes a shape of one.
 
@@ -23,7 +25,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.session import Tensors
-from dspark_trt.reference.attention import RowGroup, causal_limits
+from dspark_trt.reference.attention import RowGroupAttention, causal_limits
 from dspark_trt.reference.model import ReferenceDecoder
 from dspark_trt.reference.sequential import SequentialStage
 from dspark_trt.reference.weights import ReferenceWeights
@@ -68,17 +70,17 @@ class TorchTargetSession(TorchSession):
         for name in bindings.TARGET_GROUPS:
             tokens, past = tensors[bindings.group_tokens(name)], tensors[bindings.group_past_lengths(name)]
             query = tensors[bindings.group_query_lengths(name)]
-            groups[name] = RowGroup(decoder.spec, tokens, past, query, dims.limits.max_seq_len)
+            groups[name] = RowGroupAttention(decoder.spec, tokens, past, query, dims.limits.max_seq_len)
             masks[name] = groups[name].mask_to(causal_limits(past, tokens), dims.cache.capacity)
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            slots = []
+            padded = []
             for name, group in groups.items():
                 key_cache, value_cache = _caches(tensors, name, layer)
                 group.write(key_cache, keys)
                 group.write(value_cache, values)
-                slots.append(group.attend(queries, key_cache, value_cache, masks[name]))
-            return torch.cat(slots)[tensors[bindings.OUTPUT_SLOTS]]
+                padded.append(group.attend(queries, key_cache, value_cache, masks[name]))
+            return torch.cat(padded)[tensors[bindings.OUTPUT_SLOTS]]
 
         x = self._embedding[tensors[bindings.TOKEN_IDS]]
         raw = {-1: x}
@@ -104,7 +106,7 @@ class TorchIngestSession(TorchSession):
 
     def forward(self, tensors: Tensors) -> None:
         decoder = self._decoder
-        group = RowGroup(
+        group = RowGroupAttention(
             decoder.spec,
             tensors[bindings.group_tokens(bindings.CONTEXT)],
             tensors[bindings.group_past_lengths(bindings.CONTEXT)],
@@ -151,7 +153,7 @@ class TorchDraftSession(TorchSession):
         slots = torch.arange(dims.gamma, device=past.device)
         row_past = past[row_requests]  # [B]
         tokens, query = row_requests[:, None] * dims.gamma + slots, tensors[bindings.ROW_QUERY_LENGTHS]
-        group = RowGroup(decoder.spec, tokens, row_past, query, dims.limits.max_seq_len)
+        group = RowGroupAttention(decoder.spec, tokens, row_past, query, dims.limits.max_seq_len)
         last_seen = (row_past + dims.gamma - 1)[:, None].expand(-1, dims.gamma)  # no order inside the block
         mask = group.mask_to(last_seen, dims.cache.capacity)
 

@@ -8,8 +8,8 @@ Slot j, for every request at once that has accepted x_1 .. x_{j-1}:
     none (left)                 draw from p_t, done: the bonus
 A request without drafts, the first token after a prompt included, is a block of length 0. Greedy requests take the same
 path: p_t is a point mass, and so is p_d of an argmax draft. Slots are evaluated one after the other because most rows
-behind a rejection would be computed for nothing. Where arrays live on a device, the host waits for it a few times per slot,
-for all requests together; for single requests only where they ask for log probabilities, bad_words or min_tokens.
+behind a rejection would be computed for nothing. Where arrays live on a device, the host waits for it a few times per
+slot, for all requests together; for single requests only where they ask for log probabilities, bad_words or min_tokens.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _decide_slot(slot: int, inside: list[_Trial], logits: Array, block: DraftBlo
 
 
 def _decide_argmax(slot: int, inside: list[_Trial], logits: Array) -> list[_Trial]:
-    """Greedy requests whose logits nobody edits: a draft is accepted iff it is the argmax, which is the token anyway."""
+    """Greedy requests whose logits nobody edits:
+    a draft is accepted iff it is the argmax, which is the token anyway."""
     if not inside:
         return []
     rows = [trial.logit_row(slot) for trial in inside]
@@ -186,8 +187,8 @@ def _test_drafts(slot: int, inside: list[_Trial], probs: Array, block: DraftBloc
     """Positions in `inside` whose draft is accepted, and those whose draft is rejected.
 
     The rows of `probs` (p_t) that belong to a rejection are replaced by the residual, in place.
-    A draft that its own p_d excludes, or whose p_d is NaN, comes from a drafter out of order: it counts as not proposed,
-    and the token is drawn from p_t. An argmax draft has p_d = 1.
+    A draft that its own p_d excludes, or whose p_d is NaN, comes from a drafter out of order: it counts as not
+    proposed, and the token is drawn from p_t. An argmax draft has p_d = 1.
     """
     tested = [at for at, trial in enumerate(inside) if trial.has_draft(slot)]
     if not tested:

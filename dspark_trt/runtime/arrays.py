@@ -1,6 +1,7 @@
 """What the runtime needs of an array library beyond the array interface.
 
-Every one of these makes a device wait for the host or the host for the device, so they are called per slot, not per request.
+Every one of these makes a device wait for the host or the host for the device, so they are called per slot, not per
+request.
 """
 
 from __future__ import annotations

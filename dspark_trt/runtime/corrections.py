@@ -2,7 +2,8 @@
 
 Shape letters: `R` requests, `n` slots drafted. Source: paper section 5.2 (two-step rule), DESIGN section 7.
 
-A correction moves by a small step towards what was seen, however far off that was: a burst of noise cannot take it along.
+A correction moves by a small step towards what was seen, however far off that was: a burst of noise cannot take it
+along.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ class AcceptanceCorrection:
     def observe(self, confidence: Floats, verify_lens: Ints, num_accepted: Ints, is_greedy: NDArray[np.bool_]) -> None:
         """What became of the drafts that were verified. confidence [R, n], the others [R].
 
-        Only slots behind accepted drafts tell anything: slot j of a request counts where its first j - 1 drafts were accepted
-        and draft j was verified.
+        Only slots behind accepted drafts tell anything: slot j of a request counts where its first j - 1 drafts were
+        accepted and draft j was verified.
         """
         if self._is_on and verify_lens.any():
             self._lagged.add((confidence, verify_lens, num_accepted, is_greedy))

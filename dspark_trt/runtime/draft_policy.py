@@ -1,4 +1,5 @@
-"""Decides, before anything is drafted, how many slots are drafted and for which requests: never slower than not drafting.
+"""Decides, before anything is drafted, how many slots are drafted and for which requests:
+never slower than not drafting.
 
 Shape letters: `R` requests that decode, `L` remembered blocks, `G` gamma. Source: DESIGN section 7.
 
@@ -6,8 +7,8 @@ Everything it reads is past: survivals of blocks at least two steps old, prices,
 
     max over K of  tau(K) / (host + draft + step(P + R + K))   >   R / (host + step(P + R))
 
-tau(K) pools the remembered blocks of all requests that would draft: the K L best of their L blocks, spread over L steps, is what
-a scheduler that sees fresh confidences can expect. Requests whose drafts fail are left out first.
+tau(K) pools the remembered blocks of all requests that would draft: the K L best of their L blocks, spread over L
+steps, is what a scheduler that sees fresh confidences can expect. Requests whose drafts fail are left out first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The engines and the lengths of their caches: every call reserves, is timed, and fails for its requests alone.
 
-What is timed: `draft_ms` ends when the drafts are known to the host, `verify_ms` when the logits are. Where a StepEngine
-does both in one call, `draft_ms` holds the call, the draft and its selection, and `verify_ms` what the verification takes
-from there on; an engine that computes everything before it returns leaves nothing to `verify_ms`.
+What is timed: `draft_ms` ends when the drafts are known to the host, `verify_ms` when the logits are. Where a
+StepEngine does both in one call, `draft_ms` holds the call, the draft and its selection, and `verify_ms` what the
+verification takes from there on; an engine that computes everything before it returns leaves nothing to `verify_ms`.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class EngineCalls:
     def _ingest_all_but_last(self, drafting: Sequence[RequestState]) -> _Ingest | None:
         """Take the taps of requests that draft, and of those whose taps have waited too long.
 
-        Returns the last call instead of making it: a drafter makes it together with the draft. The lengths count from now
-        on; where the call fails, its requests end.
+        Returns the last call instead of making it: a drafter makes it together with the draft. The lengths count from
+        now on; where the call fails, its requests end.
         """
         if self.drafter is None:
             return None

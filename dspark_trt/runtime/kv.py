@@ -6,7 +6,7 @@ Regions of one row:
     [committed + reserved, capacity)    free, or left over from rejected drafts: overwritten before it is ever read
 
 Engines never remember lengths: rejecting a draft is committing less than was reserved, nothing is erased.
-Source: paper section 3.2 (verification of a prefix); DESIGN section 3, Caches.
+Source: paper section 3.2 (verification of a prefix).
 """
 
 from __future__ import annotations

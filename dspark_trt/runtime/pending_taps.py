@@ -2,8 +2,8 @@
 
 Shape letters: `T` tokens, `M`*`D` tap width. Source: DESIGN section 3, Caches.
 
-A step that does not draft for a request may leave its taps here, so that not drafting costs next to nothing and drafting
-resumes without loss.
+A step that does not draft for a request may leave its taps here, so that not drafting costs next to nothing and
+drafting resumes without loss.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Shape letters: `R` requests, `n` slots drafted. Source: paper section 3.2.2, Algorithm 1; section 5.2; Appendix A.
 
-The rule: admitting draft x_j of a request may use x_{<j}, the confidence of slot j (a function of x_{<j}), other requests
-and the past, never x_j itself nor a later slot. docs/architecture.md says how each mode keeps to it.
+The rule: admitting draft x_j of a request may use x_{<j}, the confidence of slot j (a function of x_{<j}), other
+requests and the past, never x_j itself nor a later slot. docs/architecture.md says how each mode keeps to it.
 """
 
 from __future__ import annotations
@@ -146,7 +146,8 @@ class PrefixScheduler:
         return np.where(offer.is_forced, offer.caps, admitted)
 
     def budget(self, offer: Offer) -> int:
-        """K of `lagged_budget`: drafts that are admitted besides the forced ones. Reads nothing of this step's block."""
+        """K of `lagged_budget`: drafts that are admitted besides the forced ones.
+        Reads nothing of this step's block."""
         stale = self._history.stale(offer.rows, offer.generations)
         _, values = admission_order(stale, offer.free_caps)
         return best_count(values, *offer.price(stale))

@@ -1,11 +1,11 @@
 """Counter-based random draws: any draw of a request can be computed alone, and none is ever used twice.
 
-Generator: Philox 4x64. Its 128-bit key is a hash of (seed, prompt, sequence index); its 256-bit counter holds (slot, the
-request's step index). One block of output has four words, one for each purpose of that slot. So the draw for (step index,
-slot, purpose) is a function of the request alone, whatever else is in the batch.
+Generator: Philox 4x64. Its 128-bit key is a hash of (seed, prompt, sequence index); its 256-bit counter holds (slot,
+the request's step index). One block of output has four words, one for each purpose of that slot. So the draw for (step
+index, slot, purpose) is a function of the request alone, whatever else is in the batch.
 
-Draws are keyed by the request's step index and never by position in the sequence: a position that is drafted again after
-a rejection must not meet the uniforms that the schedule of the step before has already seen the effect of.
+Draws are keyed by the request's step index and never by position in the sequence: a position that is drafted again
+after a rejection must not meet the uniforms that the schedule of the step before has already seen the effect of.
 Source: paper section 5.2 (two-step barrier); Salmon et al. 2011 (Philox).
 """
 

@@ -11,7 +11,7 @@ Order and meaning of the processors (as in Hugging Face transformers where it ha
     5 min_tokens             EOS and stop_token_ids: -inf until that many tokens are generated
     6 temperature            logits / temperature; 0: all mass on the largest logit, the lowest id on ties
     7 top_k                  logits below the k-th largest have no mass
-    8 top_p                  tokens are kept from the most probable on until top_p is reached, the one that reaches it too
+    8 top_p                  tokens are kept from the most probable on, up to and with the one that reaches top_p
     9 min_p                  tokens less probable than min_p times the most probable have no mass
 Generated tokens are all tokens before the one that is drawn, so drafts that were accepted in this block count.
 """

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.acceptance import Acceptance
@@ -55,8 +56,8 @@ class Scheduling:
         history = SurvivalHistory(num_rows=num_rows, gamma=gamma, prior=calibration.expected_survival)
         self._policy = None
         if config.mode == "auto" and self.prices is not None:
-            counts = {gamma} if selects_on_device else {1, 2, 3, 4, gamma} & set(range(1, gamma + 1))
-            self._policy = DraftPolicy(self.prices, history, num_rows=num_rows, slot_counts=sorted(counts))
+            counts = (gamma,) if selects_on_device else slot_counts(gamma)
+            self._policy = DraftPolicy(self.prices, history, num_rows=num_rows, slot_counts=counts)
         self.prefixes = PrefixScheduler(
             self.config,
             calibration=calibration,

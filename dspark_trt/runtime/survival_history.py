@@ -2,8 +2,8 @@
 
 Shape letters: `R` requests, `G` gamma, `L` remembered blocks. Source: paper section 5.2.
 
-A step reads, then hands in its own survivals with `record`; what it reads is two steps old. Rows carry the generation of
-their occupant, so that nobody inherits a predecessor's data.
+A step reads, then hands in its own survivals with `record`; what it reads is two steps old. Rows carry the generation
+of their occupant, so that nobody inherits a predecessor's data.
 """
 
 from __future__ import annotations

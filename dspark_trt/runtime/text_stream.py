@@ -1,7 +1,7 @@
 """Text of a growing token sequence: characters that are complete, up to the stop string.
 
-Tokens are decoded where all tokens of the request are known, never chunk by chunk: a token may hold half a character, and
-whether it begins with a space can depend on the token before it.
+Tokens are decoded where all tokens of the request are known, never chunk by chunk: a token may hold half a character,
+and whether it begins with a space can depend on the token before it.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Detokenizer:
 class TextStream:
     """Text of one request up to its stop string.
 
-    The stop string that is completed first ends the text, however the tokens split it; among those completed by the same
-    character, the longest.
+    The stop string that is completed first ends the text, however the tokens split it; among those completed by the
+    same character, the longest.
     """
 
     def __init__(

@@ -36,7 +36,8 @@ class Segment:
 
 
 def offer_drafts(plan: StepPlan, prices: StepPrices | None, num_usable: NDArray[np.int64] | None = None) -> Offer:
-    """What the planned step could verify. num_usable [R of those that draft]: usable drafts, where the block is known."""
+    """What the planned step could verify. num_usable [R of those that draft]:
+    usable drafts, where the block is known."""
     drafting = plan.drafting
     caps = plan.caps[: len(drafting)]
     if num_usable is not None:
@@ -58,8 +59,8 @@ def pack(
 ) -> tuple[TargetBatch, list[Segment]]:
     """The target's call: anchor and drafts of every request that decodes, then the prompt chunks.
 
-    Logits are asked for every token of a decoding request, and for the last token of a finished prompt. verify_lens [R].
-    A draft that is no token, which only a device that selects can have sent to verification, was not proposed: its
+    Logits are asked for every token of a decoding request, and for the last token of a finished prompt. verify_lens
+    [R]. A draft that is no token, which only a device that selects can have sent to verification, was not proposed: its
     segment's drafts end before it. What the target makes of it stands behind them and is never read.
     """
     token_ids: list[int] = []
@@ -111,7 +112,8 @@ def num_selected(select: SelectBatch) -> int:
 
 
 def check_selection(select: SelectBatch, verify_lens: NDArray[np.int64]) -> None:
-    """Raises EngineBuildError when a device broke the contract: its logits then belong to other drafts than is thought."""
+    """Raises EngineBuildError when a device broke the contract:
+    its logits then belong to other drafts than is thought."""
     if verify_lens.shape == select.caps.shape and verify_lens.sum() == num_selected(select):
         lowest = np.where(select.is_forced, select.caps, 0)
         if ((lowest <= verify_lens) & (verify_lens <= select.caps)).all():

@@ -25,8 +25,8 @@ def serve(
     """Serve until SIGINT or SIGTERM, then stop cleanly. `on_ready` is called once a real request has been answered.
 
     Raises RecipeError for an unknown scheduler or a port in use, ManifestError when `build_dir` is no finished build,
-    EnvironmentMissingError when its engines are for another machine or there is no server to start, EngineBuildError when it
-    does not come up or ends by itself.
+    EnvironmentMissingError when its engines are for another machine or there is no server to start, EngineBuildError
+    when it does not come up or ends by itself.
     """
     if options.scheduler is not None:
         parse_scheduler(options.scheduler)

@@ -62,9 +62,9 @@ def find_server(cache: Path | None = None) -> ServerTree:
         return ServerTree(executable=Path(installed))
     if sys.version_info[:2] > LAST_PYTHON:
         raise EnvironmentMissingError(
-            f"no tritonserver on PATH, and the one inside nvidia-pytriton {WHEEL_VERSION} needs numpy 1: expected Python "
-            f"{LAST_PYTHON[0]}.{LAST_PYTHON[1]} or older, found {sys.version_info[0]}.{sys.version_info[1]}; run "
-            "dspark-trt under that one (make PYTHON=python3.12), or put a tritonserver on PATH"
+            f"no tritonserver on PATH, and the one inside nvidia-pytriton {WHEEL_VERSION} needs numpy 1: expected "
+            f"Python {LAST_PYTHON[0]}.{LAST_PYTHON[1]} or older, found {sys.version_info[0]}.{sys.version_info[1]}; "
+            "run dspark-trt under that one (make PYTHON=python3.12), or put a tritonserver on PATH"
         )
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     root = (cache or default_cache_folder()) / f"tritonserver-{WHEEL_VERSION}-py{python}"

@@ -1,7 +1,7 @@
 """Measures the step table on the machine that will serve (paper section 3.2.2): never assumed, never typed in.
 
-A measured step is a real one: R requests at a context depth, one token of each and `extra` more, spread over them as drafts
-(at most gamma each); what exceeds R * gamma is a prefill chunk in a row of its own.
+A measured step is a real one: R requests at a context depth, one token of each and `extra` more, spread over them as
+drafts (at most gamma each); what exceeds R * gamma is a prefill chunk in a row of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 from array_api_compat import array_namespace
 
+from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.protocol import DraftBatch, DraftEngine, EngineLimits, IngestBatch, TargetBatch, TargetEngine
+from dspark_trt.log import Progress
 from dspark_trt.steptable.table import StepTable, isotonic
-
-Progress = Callable[[float], None]  # called with the fraction done, 0..1
 
 SHALLOW_CONTEXT_TOKENS = 128
 DEEP_CONTEXT_TOKENS = (1024,)  # as far as the rows hold them
@@ -40,10 +40,11 @@ def request_grid(max_slots: int) -> tuple[int, ...]:
 
 
 def extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tuple[int, ...]:
-    """Extra tokens to time for a request count: dense where few, whole numbers of drafts a request, up to gamma of each.
+    """Extra tokens to time for a request count:
+    dense where few, whole numbers of drafts a request, up to gamma of each.
 
-    Beside a single request prefill chunks are timed too, up to the limit. What a chunk adds hardly depends on the requests
-    beside it, and `StepTable` prices it by what it adds there.
+    Beside a single request prefill chunks are timed too, up to the limit. What a chunk adds hardly depends on the
+    requests beside it, and `StepTable` prices it by what it adds there.
     """
     most = limits.max_batch_tokens - num_requests
     few = {0, 1, 2, 3, 4, 6, 8, 12, 16, 24}
@@ -64,10 +65,6 @@ def padded_extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tu
     return tuple(sorted({0} | {bucket - num_requests for bucket in buckets if num_requests < bucket <= last}))
 
 
-def draft_slots_grid(gamma: int) -> tuple[int, ...]:
-    return tuple(sorted({slots for slots in (1, 2, 3, 4, gamma) if slots <= gamma}))
-
-
 def context_grid(limits: EngineLimits, gamma: int) -> tuple[int, ...]:
     """Positions that every request holds: shallow, and as deep as rows go up to the depths above."""
     room = limits.max_seq_len - gamma - 1
@@ -75,7 +72,8 @@ def context_grid(limits: EngineLimits, gamma: int) -> tuple[int, ...]:
 
 
 def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: int, max_slots: int) -> TargetBatch:
-    """The step to time: every request holds `depth` positions; token ids are arbitrary, the cost does not depend on them."""
+    """The step to time: every request holds `depth` positions;
+    token ids are arbitrary, the cost does not depend on them."""
     has_prefill = batch_tokens > num_requests * (gamma + 1)
     num_decode = num_requests - 1 if has_prefill and num_requests == max_slots else num_requests  # a chunk needs a row
     in_decode = min(batch_tokens, num_decode * (gamma + 1))
@@ -142,7 +140,7 @@ def profile(
         num_warm_ups: calls of each kind before those that count.
     """
     limits, gamma = target.limits, drafter.gamma
-    requests, depths, slots = request_grid(limits.max_slots), context_grid(limits, gamma), draft_slots_grid(gamma)
+    requests, depths, slots = request_grid(limits.max_slots), context_grid(limits, gamma), slot_counts(gamma)
     grid = padded_extra_grid if is_padded else extra_grid
     extras = {count: grid(count, gamma, limits) for count in requests}
     ingested = tuple(sorted({min(count, limits.max_batch_tokens) for count in (1, 4, 16, 64, 256)}))
@@ -217,7 +215,8 @@ def _block(num_requests: int, num_slots: int, depth: int) -> DraftBatch:
 
 
 def _ingest(target: TargetEngine, num_tokens: int, gamma: int, depth: int) -> IngestBatch:
-    """Taps are a copy of what the target gives, where it gives it: on a device they would otherwise be sent there every time."""
+    """Taps are a copy of what the target gives, where it gives it:
+    on a device they would otherwise be sent there every time."""
     max_slots = target.limits.max_slots
     num_rows = min(num_tokens, max_slots)
     verified = verification_batch(num_rows, num_tokens, gamma, depth, max_slots)

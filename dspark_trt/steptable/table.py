@@ -3,8 +3,8 @@
 Shape letters: `C` context depths, `R` request counts, `X` extra tokens, `N` slot counts. All times are milliseconds.
 
 A step of the target packs one token of each request and `extra_tokens` more: drafts and prompt tokens. Between measured
-points prices are interpolated linearly, so that no token is ever free, except where calls are padded to the measured sizes
-(`is_padded`): there the padded size is what is paid.
+points prices are interpolated linearly, so that no token is ever free, except where calls are padded to the measured
+sizes (`is_padded`): there the padded size is what is paid.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class StepTable:
     def _dense(self) -> Floats:
         """step_ms at every number of extra tokens, [C, R, last of extra_tokens + 1].
 
-        Deeper contexts add to the first depth what they add at the token counts measured there. Behind the last point of
-        a request count, tokens cost what they add for the first one.
+        Deeper contexts add to the first depth what they add at the token counts measured there. Behind the last point
+        of a request count, tokens cost what they add for the first one.
         """
         extra = np.arange(self.extra_tokens[-1] + 1.0)
         dense = np.empty((len(self.context_tokens), len(self.num_requests), len(extra)))
@@ -118,8 +118,8 @@ class StepTable:
     def step_curve(self, num_requests: int, context_tokens: float, first: int, last: int) -> Floats:
         """Milliseconds of the step with first .. last extra tokens, [last - first + 1].
 
-        context_tokens: mean of the positions that the requests hold. Tokens beyond the table are extrapolated with the mean
-        slope of its second half.
+        context_tokens: mean of the positions that the requests hold. Tokens beyond the table are extrapolated with the
+        mean slope of its second half.
         """
         curve = self._curve(num_requests, round(context_tokens / CONTEXT_STEP))
         if last < len(curve):

@@ -22,8 +22,9 @@ EXCLUDED_LOGIT = -3e38
 class MarkovHeadForm:
     """Sequential stage of a DSpark drafter (paper section 3.1, eq. 4-7).
 
-    `markov_rank` 0 means that there is no Markov head: drafts come from the base logits alone. `top_n` > 0 restricts every slot
-    to its top_n largest base logits, equal ones by lowest id: it depends on the base logits alone, so draft_probs are known.
+    `markov_rank` 0 means that there is no Markov head: drafts come from the base logits alone. `top_n` > 0 restricts
+    every slot to its top_n largest base logits, equal ones by lowest id: it depends on the base logits alone, so
+    draft_probs are known.
     """
 
     gamma: int

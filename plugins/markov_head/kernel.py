@@ -2,13 +2,13 @@
 # (Triton's language is Python by syntax only: its types are not Python's.)
 """MarkovHead in OpenAI Triton. `launches.py` says in which order these kernels run.
 
-Per slot, W2 is read once: a program holds one tile of the vocabulary for all requests of its block, writes the corrected
-logits and keeps of them only the largest, its id and the sum of the weights. The draw finds its tile from these summaries
-and its token from the tile's logits, which are read again for that one tile only.
+Per slot, W2 is read once: a program holds one tile of the vocabulary for all requests of its block, writes the
+corrected logits and keeps of them only the largest, its id and the sum of the weights. The draw finds its tile from
+these summaries and its token from the tile's logits, which are read again for that one tile only.
 
-Nothing is accumulated with atomics and every sum has a fixed order, so the same inputs give the same bits. Masses are summed as
-integers (multiples of 2^-40 of the largest weight), which makes cumulative sums exact: they never fall, whatever order
-a parallel scan takes, and a token or tile without weight is never chosen.
+Nothing is accumulated with atomics and every sum has a fixed order, so the same inputs give the same bits. Masses are
+summed as integers (multiples of 2^-40 of the largest weight), which makes cumulative sums exact: they never fall,
+whatever order a parallel scan takes, and a token or tile without weight is never chosen.
 
 Shape letters: `R` requests, `G` gamma, `V` vocabulary, `D` hidden, `r` Markov rank, `C` tiles, `N` top_n.
 """
@@ -157,7 +157,8 @@ def draw_token(
     BLOCK_TILES: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Argmax, or the first token whose cumulative probability exceeds the uniform: the tile first, then the token in it."""
+    """Argmax, or the first token whose cumulative probability exceeds the uniform:
+    the tile first, then the token in it."""
     request = tl.program_id(0)
     row = request.to(tl.int64) * GAMMA + slot
     tiles = tl.arange(0, BLOCK_TILES)

@@ -1,7 +1,7 @@
 """PrefixSelect as an ONNX function of standard opset-24 operators.
 
-ONNX Runtime runs this body; TensorRT takes the plugin where it is registered and inlines the body where it is not. TensorRT
-limits TopK to R * G <= 3840, computes float64 as float32, and does not promise the order of equal survivals.
+ONNX Runtime runs this body; TensorRT takes the plugin where it is registered and inlines the body where it is not.
+TensorRT limits TopK to R * G <= 3840, computes float64 as float32, and does not promise the order of equal survivals.
 
 Shape letters: `R` requests, `G` gamma, `N` = R * G drafts in the order (j, r), `T` packed tokens, `B` KV rows.
 """

@@ -4,8 +4,8 @@
 
 Survivals are float64 and ordered as the integers that their bits make.
 
-Drafts are numbered by (j, r), the order in which ties are broken. Shape letters: `R` requests, `G` gamma, `T` packed tokens,
-`B` KV rows of the target's row group.
+Drafts are numbered by (j, r), the order in which ties are broken. Shape letters: `R` requests, `G` gamma, `T` packed
+tokens, `B` KV rows of the target's row group.
 """
 
 from __future__ import annotations

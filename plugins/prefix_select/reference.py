@@ -2,7 +2,8 @@
 
 `runtime/prefix_scheduler` chooses the same lengths in `lagged_budget`.
 
-Shape letters: `R` requests, `G` gamma, `T` packed tokens, `B` KV rows of the target's row group. Source: paper section 5.2.
+Shape letters: `R` requests, `G` gamma, `T` packed tokens, `B` KV rows of the target's row group.
+Source: paper section 5.2.
 """
 
 from __future__ import annotations

@@ -2,15 +2,16 @@
 # (Triton's language is Python by syntax only: its types are not Python's.)
 """RowAttention in OpenAI Triton: attend_split, then combine_splits.
 
-The positions of a row are shared out among splits, of what is live and not of the capacity: each has SPLIT_POSITIONS or more,
-and there are NUM_SPLITS of them at most. How depends on nothing but the row's own last_seen, so the bits of a row do not depend
-on the other rows of a call. A program of attend_split holds the queries of all heads that share a key head, so that keys and
-values are read once, and leaves (largest score, sum of weights, weighted sum of values) for combine_splits. Where a form has one
-split, as that of prompt chunks has, it writes the output itself.
+The positions of a row are shared out among splits, of what is live and not of the capacity: each has SPLIT_POSITIONS or
+more, and there are NUM_SPLITS of them at most. How depends on nothing but the row's own last_seen, so the bits of a row
+do not depend on the other rows of a call. A program of attend_split holds the queries of all heads that share a key
+head, so that keys and values are read once, and leaves (largest score, sum of weights, weighted sum of values) for
+combine_splits. Where a form has one split, as that of prompt chunks has, it writes the output itself.
 
 Scores are in bits: exp2 is what the hardware has. Nothing is accumulated with atomics and every sum has a fixed order.
 
-Shape letters: `B` rows, `N` query heads, `K` KV heads, `S` padded query length, `C` row capacity, `H` head dim, `P` splits.
+Shape letters: `B` rows, `N` query heads, `K` KV heads, `S` padded query length, `C` row capacity, `H` head dim, `P`
+splits.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ def share_of_splits(
 ):
     """Live positions of a row, and how many of them a split has: a multiple of BLOCK_C.
 
-    A single split has all positions, live or not: a program need not look at every slot of a prompt chunk to learn where its own
-    queries end.
+    A single split has all positions, live or not: a program need not look at every slot of a prompt chunk to learn
+    where its own queries end.
     """
     if NUM_SPLITS == 1:
         return CAPACITY, CAPACITY

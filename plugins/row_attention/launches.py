@@ -1,6 +1,7 @@
 """Which kernels a RowAttention has, and the launches of a call: two, or one without splits. Needs nothing but Python.
 
-Shape letters: `B` rows, `N` query heads, `K` KV heads, `S` padded query length, `C` row capacity, `H` head dim, `P` splits.
+Shape letters: `B` rows, `N` query heads, `K` KV heads, `S` padded query length, `C` row capacity, `H` head dim, `P`
+splits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""A GPU build from checkpoints to tokens, with PyTorch in the place of the one part that cannot run here: TensorRT's execution.
+"""A GPU build from checkpoints to tokens, with PyTorch in the place of the one part that cannot run here:
+TensorRT's execution.
 
-Graphs, compiled engines, manifests, step table, repository, deployment and loop are real, and the device runtime runs on the CPU.
+Graphs, compiled engines, manifests, step table, repository, deployment and loop are real, and the device runtime runs
+on the CPU.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from dspark_trt.building.manifest import STAGE_NAMES
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.target import read_target
-from dspark_trt.commands.generate import generate
+from dspark_trt.commands.generation import generate
 from dspark_trt.commands.inspect import inspect_build
 from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch, SelectedOutput, TargetBatch
 from dspark_trt.contract.scheduler import SchedulerConfig
@@ -49,7 +51,8 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> BuildRecipe:
 
 @pytest.fixture(scope="module")
 def host(recipe: BuildRecipe) -> Iterator[Callable[[Gpu | NoGpu], None]]:
-    """A host with this GPU, torch for CUDA, and engines that PyTorch computes, in float32 so that greedy text is stable."""
+    """A host with this GPU, torch for CUDA, and engines that PyTorch computes,
+    in float32 so that greedy text is stable."""
 
     def open_in_torch(build_dir: Path, settings: EngineSettings) -> DeviceEngines:
         target = read_target(recipe.target)

@@ -1,4 +1,5 @@
-"""Whole decoding loops over the device engines, on the graphs that TensorRT compiles: the tokens of the ONNX Runtime engines."""
+"""Whole decoding loops over the device engines, on the graphs that TensorRT compiles:
+the tokens of the ONNX Runtime engines."""
 
 from __future__ import annotations
 
@@ -77,12 +78,12 @@ def test_sampled_tokens_do_not_depend_on_where_drafts_are_selected(opened: Opene
 def test_requests_with_equal_seeds_are_verified_at_full_length(opened: Opened) -> None:
     """Equal keys draw equal tokens: such requests are forced in the device's selection too."""
     first = greedy_requests()[2]
-    twins = [replace(sampled([first])[0], request_id=name) for name in ("one", "other")]
+    duplicates = [replace(sampled([first])[0], request_id=name) for name in ("one", "other")]
     loop = opened.loop(MODES["lagged_budget"])
-    outputs = tokens_of(loop, twins)
+    outputs = tokens_of(loop, duplicates)
     assert outputs["one"] == outputs["other"]
     host_loop = decode(opened.device.engines.target, opened.device.engines.drafter, None, MODES["lagged_budget"])
-    assert tokens_of(host_loop, twins) == outputs
+    assert tokens_of(host_loop, duplicates) == outputs
 
 
 def test_a_failed_step_frees_its_rows_and_the_loop_goes_on(opened: Opened) -> None:

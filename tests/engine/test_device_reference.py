@@ -113,7 +113,8 @@ def test_16_bit_engines_decode_as_many_tokens(precision: DevicePrecision, pair: 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_weight_is_read_in_a_call(precision: DevicePrecision, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first call may be one that is about to be captured; and memory that is not there is missed when engines open."""
+    """A first call may be one that is about to be captured;
+    and memory that is not there is missed when engines open."""
     engines = open_on_cpu(pair, precision)
     monkeypatch.setattr(type(pair.target.weights), "array", lambda store, name: pytest.fail(f"{name} is read"))
     tokens_of(device_loop(engines, schedulers(pair.gamma)["fixed 2"]), greedy_requests(max_tokens=8))

@@ -1,4 +1,5 @@
-"""The fused step on a device against its parts: the oracle's draft, the scheduler's choice on the host, the oracle's verification."""
+"""The fused step on a device against its parts:
+the oracle's draft, the scheduler's choice on the host, the oracle's verification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The device target engine, over ONNX Runtime on the tensors' memory, against the PyTorch oracle and the ONNX Runtime engine."""
+"""The device target engine, over ONNX Runtime on the tensors' memory,
+against the PyTorch oracle and the ONNX Runtime engine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """float16 graphs in ONNX Runtime against transformers and the PyTorch oracle, in float32 on the same (rounded) weights.
 
-How far off float16 may be: float16 has a unit roundoff of 2^-11. A decoder layer rounds about twenty times, transformers' own
-float16 as well, so the target is held against the error of that. For the drafter, which transformers does not have, the bound is
-eight roundings of logits: 0.4 % of their standard deviation (0.15 % was measured).
+How far off float16 may be: float16 has a unit roundoff of 2^-11. A decoder layer rounds about twenty times,
+transformers' own float16 as well, so the target is held against the error of that. For the drafter, which transformers
+does not have, the bound is eight roundings of logits: 0.4 % of their standard deviation (0.15 % was measured).
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def assert_drafts_within_float16(block: DraftBatch, output: DraftOutput, expecte
 def test_fc_beyond_65504_of_massive_activations_does_not_overflow_float16(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taps that float16 holds, and an fc output that it does not: hidden_norm brings it back, so nothing may be infinite.
+    """Taps that float16 holds, and an fc output that it does not:
+    hidden_norm brings it back, so nothing may be infinite.
 
     In ONNX's evaluator, because ONNX Runtime on a CPU widens float16 products and would not overflow.
     """

@@ -1,7 +1,8 @@
 """16-bit graphs by their float32 twins in ONNX Runtime, and themselves in the evaluator of the onnx package.
 
-A twin is the 16-bit graph with float32 in the place of every 16-bit type, so what is shown of its numbers holds for the 16-bit graph
-but for rounding. ONNX Runtime has no bfloat16 on a CPU and widens much of float16; the evaluator rounds behind every operator.
+A twin is the 16-bit graph with float32 in the place of every 16-bit type, so what is shown of its numbers holds for the
+16-bit graph but for rounding. ONNX Runtime has no bfloat16 on a CPU and widens much of float16; the evaluator rounds
+behind every operator.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import pytest
 from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT
 from onnx import TensorProto
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
+from dspark_trt.contract.drafter_form import DrafterForm
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.onnxruntime import engines as onnxruntime_engines
 from dspark_trt.errors import EngineBuildError
@@ -86,7 +88,7 @@ def write_graphs(
         limits=limits,
         precision=precision,
         attention="standard",
-        markov_top_n=markov_top_n,
+        form=DrafterForm(markov_top_n=markov_top_n),
     )
     return folder
 
@@ -191,7 +193,8 @@ def test_the_twin_drafts_what_the_reference_drafts(head: str, precision: Precisi
 def test_the_twin_of_a_restricted_head_drafts_from_the_largest_base_logits(
     precision: Precision, head: str, tmp_path: Path
 ) -> None:
-    """Logits of those that are left are those of the unrestricted head where the previous token is the same: in slot 0."""
+    """Logits of those that are left are those of the unrestricted head where the previous token is the same: in slot
+    0."""
     checkpoints, top_n, engines = pair(tmp_path, "bfloat16", **HEADS[head]), 7, []
     for restriction in (top_n, 0):
         twin = write_twins(checkpoints, tmp_path / f"top {restriction}", precision, markov_top_n=restriction)

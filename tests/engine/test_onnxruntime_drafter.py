@@ -1,4 +1,5 @@
-"""The ONNX Runtime draft engine against the PyTorch oracle: every head and confidence form, steps deep, with rejections."""
+"""The ONNX Runtime draft engine against the PyTorch oracle:
+every head and confidence form, steps deep, with rejections."""
 
 from __future__ import annotations
 

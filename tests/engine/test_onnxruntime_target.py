@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dspark_trt.building.recipe import Precision
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.errors import CapacityError
 from tests.support.conversations import Conversations, TransformersTarget, expected_outputs, open_target

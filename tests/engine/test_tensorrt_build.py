@@ -18,8 +18,8 @@ from onnx import TensorProto, helper, numpy_helper
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, GraphCompiler, compile_graphs
+from dspark_trt.engines.tensorrt.compiler.facts import engine_path, read_facts
 from dspark_trt.engines.tensorrt.compiler.network import check_layers, parse_graph
-from dspark_trt.engines.tensorrt.facts import engine_path, read_facts
 from dspark_trt.engines.tensorrt.library import BuildLog, import_library
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine import cpu

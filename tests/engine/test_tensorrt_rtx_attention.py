@@ -1,7 +1,8 @@
 """What TensorRT-RTX makes of attention, as the compiler's listing of an engine's layers has it.
 
 The listing is not a measurement. It says which buffers a kernel reads, which is what matters where capacity is long and
-contexts are short (docs/adr/0007): caches go from the native update straight into RowAttention, and nothing else reads them.
+contexts are short (docs/adr/0007): caches go from the native update straight into RowAttention, and nothing else reads
+them.
 """
 
 from __future__ import annotations

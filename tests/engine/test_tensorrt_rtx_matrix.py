@@ -1,7 +1,7 @@
 """TensorRT-RTX compiles every graph ahead of time for four GPU architectures at once, on a machine without a GPU.
 
-What is shown: parsing without a warning, layer types, types and shapes, code for every architecture in the engine. What is not:
-that an engine runs, for which RTX wants a driver.
+What is shown: parsing without a warning, layer types, types and shapes, code for every architecture in the engine. What
+is not: that an engine runs, for which RTX wants a driver.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import pytest
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.contract import bindings
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from tests.support.factories import write_drafter, write_target

@@ -1,4 +1,5 @@
-"""What can be known of TensorRT sessions without a GPU: which profile serves a call, and what opening says where it fails."""
+"""What can be known of TensorRT sessions without a GPU:
+which profile serves a call, and what opening says where it fails."""
 
 from __future__ import annotations
 

@@ -106,11 +106,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 
 
 def target_tensors(dims: TargetDims, poison: Poison = POISONS[1]) -> Tensors:
-    return target_call(dims, DECODE, PREFILL, num_tokens=32, num_slots=(6, 10), poison=poison)
+    return target_call(dims, DECODE, PREFILL, num_tokens=32, num_queries=(6, 10), poison=poison)
 
 
 def ingest_tensors(dims: DrafterDims, poison: Poison = POISONS[1], scale: float = 1.0) -> Tensors:
-    return ingest_call(dims, CONTEXT, num_tokens=32, num_slots=8, poison=poison, scale=scale)
+    return ingest_call(dims, CONTEXT, num_tokens=32, num_queries=8, poison=poison, scale=scale)
 
 
 def assert_close(found: Tensors, expected: Tensors, names: list[str]) -> None:
@@ -179,8 +179,8 @@ def test_rows_without_tokens_keep_their_valid_positions(pair: Pair) -> None:
     before = tensors[key].clone()
     pair.target_session().run(tensors)
     assert torch.equal(tensors[key][0, :, : LIMITS.max_seq_len], before[0, :, : LIMITS.max_seq_len])
-    num_slots = tensors[bindings.group_tokens(bindings.DECODE)].shape[1]
-    written = slice(LIMITS.max_seq_len, LIMITS.max_seq_len + num_slots)
+    num_queries = tensors[bindings.group_tokens(bindings.DECODE)].shape[1]
+    written = slice(LIMITS.max_seq_len, LIMITS.max_seq_len + num_queries)
     assert (before[0, :, written] != 0).all()
     assert (tensors[key][0, :, written] == 0).all(), "a NaN of another request would get through the mask"
 

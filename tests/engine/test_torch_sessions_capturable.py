@@ -1,7 +1,7 @@
 """Nothing in a session depends on the values of a tensor or waits for them, which a CUDA graph could not hold.
 
-Sessions run on fake tensors, which have shapes and no values: whatever asks for a value raises. What runs on a GPU only, the
-plugins' kernels, is captured in tests/gpu.
+Sessions run on fake tensors, which have shapes and no values: whatever asks for a value raises. What runs on a GPU
+only, the plugins' kernels, is captured in tests/gpu.
 """
 
 from __future__ import annotations

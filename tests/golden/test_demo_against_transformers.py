@@ -1,6 +1,7 @@
 """The demonstration target, decoded speculatively, against Hugging Face transformers in float32.
 
-A greedy text may part from the reference only where the two best logits are closer than float noise; the gap is measured.
+A greedy text may part from the reference only where the two best logits are closer than float noise; the gap is
+measured.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from dspark_trt.commands.generate import generate
+from dspark_trt.commands.generation import generate
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment
 from dspark_trt.runtime.request import SamplingParams

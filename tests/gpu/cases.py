@@ -1,4 +1,5 @@
-"""Torch CUDA tensors for operations, with poisoned surroundings; and checks that do not depend on the last bit of a logit."""
+"""Torch CUDA tensors for operations, with poisoned surroundings;
+and checks that do not depend on the last bit of a logit."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def assert_drafts_are_right(
     monkeypatch: pytest.MonkeyPatch,
     tolerance: float,
 ) -> None:
-    """Logits and confidences equal the reference's after the same drafts, and every draft is one that its uniform allows.
+    """Logits and confidences equal the reference's after the same drafts,
+    and every draft is one that its uniform allows.
 
     Drafts themselves are not compared: where two candidates are closer than float rounding either is right.
     """

@@ -11,8 +11,8 @@ import torch
 
 from dspark_trt.engines.settings import ENGINE_FOLDER
 from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
+from dspark_trt.engines.tensorrt.compiler.facts import engine_path
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
-from dspark_trt.engines.tensorrt.facts import engine_path
 from dspark_trt.engines.tensorrt.library import LIBRARIES, Library
 from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime
 from dspark_trt.engines.tensorrt.session import TensorRTSession
@@ -79,18 +79,18 @@ def compile_pair(build: Path, library: Library, sm: int) -> Compiled:
 def verification(compiled: Compiled, poison: Poison = POISONS[1]) -> Tensors:
     """Rows of 0 to 91 positions that verify up to a whole block."""
     dims = compiled.reference.target_dims
-    return copied(target_call(dims, ROWS, IDLE, num_tokens=16, num_slots=(6, 1), poison=poison), device=DEVICE)
+    return copied(target_call(dims, ROWS, IDLE, num_tokens=16, num_queries=(6, 1), poison=poison), device=DEVICE)
 
 
 def prefill(compiled: Compiled, poison: Poison = POISONS[1]) -> Tensors:
     """Chunks of prompts beside rows that verify."""
     dims = compiled.reference.target_dims
-    return copied(target_call(dims, ROWS, CHUNKS, num_tokens=32, num_slots=(6, 10), poison=poison), device=DEVICE)
+    return copied(target_call(dims, ROWS, CHUNKS, num_tokens=32, num_queries=(6, 10), poison=poison), device=DEVICE)
 
 
 def ingestion(compiled: Compiled, poison: Poison = POISONS[1]) -> Tensors:
     dims = compiled.reference.drafter_dims
-    return copied(ingest_call(dims, CONTEXT, num_tokens=32, num_slots=8, poison=poison), device=DEVICE)
+    return copied(ingest_call(dims, CONTEXT, num_tokens=32, num_queries=8, poison=poison), device=DEVICE)
 
 
 def drafting(compiled: Compiled, poison: Poison = POISONS[1]) -> Tensors:

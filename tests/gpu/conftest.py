@@ -1,7 +1,7 @@
 """These tests are collected where torch sees a CUDA GPU, and nowhere else.
 
-With DSPARK_REQUIRE_GPU=1 a machine without one is an error: on a GPU host nothing may be left out unnoticed. TensorRT alike:
-DSPARK_REQUIRE_TENSORRT=1.
+With DSPARK_REQUIRE_GPU=1 a machine without one is an error: on a GPU host nothing may be left out unnoticed. TensorRT
+alike: DSPARK_REQUIRE_TENSORRT=1.
 """
 
 from __future__ import annotations

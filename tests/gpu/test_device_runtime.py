@@ -1,4 +1,5 @@
-"""The device runtime on a GPU, over PyTorch sessions and the plugins' compiled kernels: everything but TensorRT's own kernels.
+"""The device runtime on a GPU, over PyTorch sessions and the plugins' compiled kernels:
+everything but TensorRT's own kernels.
 
 Identity is tested in float32, with TF32 off. The oracle is plain PyTorch on the CPU.
 """

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dspark_trt.contract import bindings
+from dspark_trt.contract.forms import select_form
 from dspark_trt.engines.device.graphs import CudaGraphCapture
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.reference.on_device import DevicePrecision, ReferenceSessions, open_reference_sessions
@@ -40,11 +41,11 @@ def calls(opened: ReferenceSessions, poison: Any = POISONS[1]) -> dict[str, tupl
         ((0, 0), (17, 3), (90, 1), (4, 6)),
         ((0, 9), (12, 2)),
         num_tokens=32,
-        num_slots=(6, 10),
+        num_queries=(6, 10),
         poison=poison,
     )
     context = ingest_call(
-        opened.drafter_dims, ((5, 4), (0, 0), (0, 7), (40, 8)), num_tokens=32, num_slots=8, poison=poison
+        opened.drafter_dims, ((5, 4), (0, 0), (0, 7), (40, 8)), num_tokens=32, num_queries=8, poison=poison
     )
     draft = draft_call(opened.drafter_dims, (9, 43, 1), (3, 0, 2), (0.0, 0.8, 1.3), num_rows=4, poison=poison)
     sessions = opened.sessions
@@ -119,7 +120,7 @@ def test_a_cuda_graph_gives_the_bits_of_the_call_it_was_captured_from(precision:
 
 def test_selection_on_the_gpu_equals_its_definition(pair: Pair) -> None:
     on_cpu, on_gpu = sessions_on("cpu", pair), sessions_on(DEVICE, pair)
-    form = bindings.select_form(on_cpu.drafter_dims)
+    form = select_form(on_cpu.drafter_dims)
     for seed in range(10):
         inputs = {name: torch.from_numpy(np.ascontiguousarray(x)) for name, x in random_step(form, 7, seed).items()}
         extents = {"R": 7, "T": len(inputs["token_index"]), "B": len(inputs["row_requests"])}

@@ -1,4 +1,5 @@
-"""The compiled kernels of MarkovHead and PrefixSelect on a GPU: against the references, in CUDA graphs, with poisoned surroundings."""
+"""The compiled kernels of MarkovHead and PrefixSelect on a GPU:
+against the references, in CUDA graphs, with poisoned surroundings."""
 
 from __future__ import annotations
 

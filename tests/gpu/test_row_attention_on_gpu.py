@@ -87,7 +87,8 @@ def test_every_grouping_of_heads_and_every_type(
 def test_prompt_chunks_of_every_length(
     heads: tuple[int, int, int], element_type: Any, compile_for_gpu: Compiler
 ) -> None:
-    """The form without splits, from the one token of an idle group to a whole step, at the beginning of a prompt and at its end."""
+    """The form without splits, from the one token of an idle group to a whole step,
+    at the beginning of a prompt and at its end."""
     operation = operation_of(heads, element_type, PROMPT_SLOTS)
     assert operation.num_splits == 1
     run = runner(operation, compile_for_gpu)
@@ -124,7 +125,8 @@ def test_the_bits_of_a_row_do_not_depend_on_the_other_rows(compile_for_gpu: Comp
 
 
 def test_a_cuda_graph_follows_the_lengths_that_it_is_replayed_with(compile_for_gpu: Compiler) -> None:
-    """Captured over short rows and replayed over long ones: nothing of a call is decided by what was live at capture."""
+    """Captured over short rows and replayed over long ones:
+    nothing of a call is decided by what was live at capture."""
     operation = operation_of((32, 8, 128), "bfloat16")
     run = runner(operation, compile_for_gpu)
     tensors, _ = guarded_inputs(operation, random_rows(operation.form, causal([3, 0, 0, 9], 8)))

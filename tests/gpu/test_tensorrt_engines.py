@@ -1,7 +1,7 @@
 """Engines that TensorRT compiled here, on this GPU: numbers, caches in place, the mask, CUDA graphs, and decoding.
 
-They are compared with the PyTorch sessions in the same precision. `tensorrt` is tested where it is installed, `tensorrt_rtx`
-otherwise.
+They are compared with the PyTorch sessions in the same precision. `tensorrt` is tested where it is installed,
+`tensorrt_rtx` otherwise.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dspark_trt.contract import bindings
+from dspark_trt.contract.forms import select_form
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.engines.device.graphs import CudaGraphCapture
 from dspark_trt.engines.settings import EngineSettings
@@ -126,7 +127,7 @@ def test_the_drafter_gives_what_pytorch_gives(compiled: Compiled) -> None:
 
 def test_the_selection_equals_its_definition(compiled: Compiled) -> None:
     dims = compiled.reference.drafter_dims
-    form = bindings.select_form(dims)
+    form = select_form(dims)
     on_cpu = open_reference_sessions(
         compiled.pair.target, compiled.pair.drafter, limits=LIMITS, precision="bf16", device="cpu"
     )

@@ -1,7 +1,7 @@
 """Ragged multi-step batches with rejections, and what transformers says about the same tokens.
 
-A `Conversations` keeps the committed tokens of every KV row. Each step takes some rows in some order, gives each a random
-query, and commits only a prefix of it; the next step overwrites the rest, as after rejected drafts.
+A `Conversations` keeps the committed tokens of every KV row. Each step takes some rows in some order, gives each a
+random query, and commits only a prefix of it; the next step overwrites the rest, as after rejected drafts.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.bindings import TARGET_GRAPH
 from dspark_trt.contract.dims import Attention
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeDraftEngine, OnnxRuntimeSettings, OnnxRuntimeTargetEngine
 from dspark_trt.graphs.drafter import write_drafter_graphs

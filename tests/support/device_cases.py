@@ -138,8 +138,8 @@ def exact_probs(
 def check_distribution(engines: DeviceEngines, pair: Pair, scheduler: SchedulerConfig, *, num_samples: int) -> None:
     """Chi-square of whole outputs of three tokens against the exact distribution of the target, prefix by prefix.
 
-    Seeds are fixed, so a result never changes on a device. Had the draws been random, this would fail falsely with probability
-    FALSE_FAILURE.
+    Seeds are fixed, so a result never changes on a device. Had the draws been random, this would fail falsely with
+    probability FALSE_FAILURE.
     """
     prompt, num_tokens, temperature = (1, 2), 3, 1.0
     exact = exact_probs(pair, prompt, num_tokens, temperature)

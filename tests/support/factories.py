@@ -2,8 +2,8 @@
 
 Weights are scaled so that logits have a standard deviation of about 3 and the transition bias and the confidence logits
 of about 1: argmaxes are well separated, sampling is not uniform, and no layer is a near-identity.
-Everything is a function of `seed`, so a test can write the same checkpoint twice. One file, longer than is the habit here,
-because target and drafter share the helpers that make their tensors.
+Everything is a function of `seed`, so a test can write the same checkpoint twice. One file, longer than is the habit
+here, because target and drafter share the helpers that make their tensors.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def write_target(
 ) -> Path:
     """Write a dense target in Hugging Face layout and return its folder.
 
-    `rope` is a dictionary as under `rope_parameters` (with rope_theta); `rope_style` "scaling" writes it as transformers 4
-    did (rope_theta at top level, the rest under rope_scaling). `biases` are those of attention, `mlp_biases` (llama only)
-    follow them. config.json gets the first of `eos_token_ids`, generation_config.json all. `tokenizer` writes a byte-level
-    BPE of exactly `vocab_size` tokens (at least 260; ids 0..3 are special) with a chat template. `config_extra` is laid
-    over config.json alone, not over the tensors; a value of None removes the key.
+    `rope` is a dictionary as under `rope_parameters` (with rope_theta); `rope_style` "scaling" writes it as
+    transformers 4 did (rope_theta at top level, the rest under rope_scaling). `biases` are those of attention,
+    `mlp_biases` (llama only) follow them. config.json gets the first of `eos_token_ids`, generation_config.json all.
+    `tokenizer` writes a byte-level BPE of exactly `vocab_size` tokens (at least 260; ids 0..3 are special) with a chat
+    template. `config_extra` is laid over config.json alone, not over the tensors; a value of None removes the key.
     """
     head_dim = head_dim or hidden // heads
     mlp_biases = (biases and family == "llama") if mlp_biases is None else mlp_biases
@@ -135,9 +135,9 @@ def write_drafter(
 ) -> Path:
     """Write a drafter in DeepSpec's layout for the target that `write_target` wrote, and return its folder.
 
-    `markov_rank` 0 is DeepSpec's DFlash (no head keys, no head tensors). `confidence_with_markov` is true by default where
-    there is a Markov head. `embed_head` says whether the file has embed_tokens and lm_head, and whether they equal the
-    target's. `mask_token_id` is the last id of the vocabulary by default.
+    `markov_rank` 0 is DeepSpec's DFlash (no head keys, no head tensors). `confidence_with_markov` is true by default
+    where there is a Markov head. `embed_head` says whether the file has embed_tokens and lm_head, and whether they
+    equal the target's. `mask_token_id` is the last id of the vocabulary by default.
     """
     target_config = json.loads((target / "config.json").read_text())
     hidden, vocab_size = target_config["hidden_size"], target_config["vocab_size"]
@@ -304,12 +304,14 @@ def _save(folder: Path, tensors: Tensors, dtype: str, shards: int) -> None:
     tensors = {name: np.ascontiguousarray(tensor.astype(DTYPES[dtype])) for name, tensor in tensors.items()}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # as a download is; safetensors writes for the owner alone
         return
     names = sorted(tensors)
     weight_map = {name: f"model-{1 + i % shards:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(names)}
     for file in set(weight_map.values()):
         part = {name: tensors[name] for name in names if weight_map[name] == file}
         save_file(part, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(0o644)
     total = sum(tensor.nbytes for tensor in tensors.values())
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
 

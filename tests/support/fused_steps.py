@@ -1,4 +1,5 @@
-"""Fused steps on the device engines over ONNX Runtime, and what their parts give: draft, selection and verification one by one."""
+"""Fused steps on the device engines over ONNX Runtime, and what their parts give:
+draft, selection and verification one by one."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ def write_gguf(
     metadata: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Array] | None = None,
 ) -> Path:
-    """Convert the target in `folder`. `metadata` is laid over the architecture's keys, `tensors` are added as they are."""
+    """Convert the target in `folder`. `metadata` is laid over the architecture's keys,
+    `tensors` are added as they are."""
     config = json.loads((folder / "config.json").read_text())
     family = config["model_type"]
     values: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Graphs on disk as tests look at them: initial values, element types taken out, and ONNX's own evaluator as a session.
 
-ONNX Runtime has no bfloat16 on a CPU. The evaluator of the onnx package (NumPy and ml_dtypes, operator by operator, function bodies
-too) has: slow, and enough for tiny checkpoints.
+ONNX Runtime has no bfloat16 on a CPU. The evaluator of the onnx package (NumPy and ml_dtypes, operator by operator,
+function bodies too) has: slow, and enough for tiny checkpoints.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def _value(tensor: TensorProto, folder: Path) -> NDArray[Any]:
 
 
 def without_float_types(graph: Path) -> onnx.ModelProto:
-    """The model with every float type set to float32, without values: what a 16-bit graph and its twin have in common."""
+    """The model with every float type set to float32, without values:
+    what a 16-bit graph and its twin have in common."""
     model = onnx.load(graph, load_external_data=False)
     for value in (*model.graph.input, *model.graph.output):
         if value.type.tensor_type.elem_type in FLOAT_TYPES:
@@ -58,9 +59,10 @@ def without_float_types(graph: Path) -> onnx.ModelProto:
 
 
 def write_twin(half: Path, whole: Path, twin: Path) -> Path:
-    """Float32 twins of the 16-bit graphs in the folder `half`: node for node, Casts included, with the values of `whole`.
+    """Float32 twins of the 16-bit graphs in `half`: node for node, Casts included, with
+    the values of `whole`, the graphs in float32.
 
-    `whole` are the graphs in float32. ONNX Runtime runs a twin where it does not run the 16-bit graph.
+    ONNX Runtime runs a twin where it does not run the 16-bit graph.
     """
     twin.mkdir()
     for graph in half.glob("*.onnx"):

@@ -1,4 +1,5 @@
-"""Kernels under Triton's CPU interpreter, in a process of their own: whether Triton interprets is decided when it is imported."""
+"""Kernels under Triton's CPU interpreter, in a process of their own:
+whether Triton interprets is decided when it is imported."""
 
 from __future__ import annotations
 

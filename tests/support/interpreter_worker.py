@@ -1,10 +1,10 @@
 """Runs the launches of an operation under Triton's CPU interpreter, on torch tensors with poisoned surroundings.
 
-Fails where an address outside of the operation's tensors is read or written, where a value from there reaches a result, and
-where an input changes.
+Fails where an address outside of the operation's tensors is read or written, where a value from there reaches a result,
+and where an input changes.
 
-Imported by the process that `interpreted_kernels` starts only. Triton 3.9's interpreter keeps bfloat16 as uint16 and multiplies
-these integers in tl.dot; here they are widened first.
+Imported by the process that `interpreted_kernels` starts only. Triton 3.9's interpreter keeps bfloat16 as uint16 and
+multiplies these integers in tl.dot; here they are widened first.
 """
 
 from __future__ import annotations

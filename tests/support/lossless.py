@@ -1,8 +1,8 @@
 """Chi-square of whole outputs of the toy engines against the target's exact distribution.
 
 Every output of a small language is enumerated with its exact probability (plain reference, float64). Batches of 4 rows
-with slot churn: requests of several lengths and prompts join and leave all the time. Outputs are compared token prefix by
-token prefix (1, 2, 3 and 4 tokens), since few large cells show a small bias that many small ones hide.
+with slot churn: requests of several lengths and prompts join and leave all the time. Outputs are compared token prefix
+by token prefix (1, 2, 3 and 4 tokens), since few large cells show a small bias that many small ones hide.
 """
 
 from __future__ import annotations
@@ -68,26 +68,27 @@ def sample(
     skill: float = 0.6,
     confidence: Any = honest_confidence,
     gamma: int = 4,
-    twins: bool = False,
+    draft_vocab: tuple[int, ...] | None = None,
+    duplicates: bool = False,
     eos: tuple[int, ...] = (),
     num_samples: int = NUM_SAMPLES,
     fused: bool = False,
 ) -> list[tuple[int, ...]]:
     """Outputs of `num_samples` requests with seeds 0, 1, 2 …, among others that only make rows and loads change.
 
-    twins: every request has a second one of the same seed, prompt and length beside it, whose output is not counted.
-    fused: a step engine drafts, selects and verifies.
+    duplicates: every request has a second one of the same seed, prompt and length beside it, whose output is not
+    counted. fused: a step engine drafts, selects and verifies.
     """
     target = ToyTarget(LANGUAGE, LIMITS)
-    drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence)
+    drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence, draft_vocab=draft_vocab)
     step_engine = ToyStepEngine(target, drafter) if fused else None
     loop = make_loop(target, drafter, config, table=table, eos_token_ids=eos, step_engine=step_engine)
     requests = []
     for seed in range(num_samples):
         counted = SamplingParams(seed=seed, **params)
         requests.append(GenerationRequest(request_id=f"counted-{seed}", prompt_ids=PROMPT, sampling=counted))
-        if twins:
-            requests.append(GenerationRequest(request_id=f"twin-{seed}", prompt_ids=PROMPT, sampling=counted))
+        if duplicates:
+            requests.append(GenerationRequest(request_id=f"duplicate-{seed}", prompt_ids=PROMPT, sampling=counted))
         if seed % 3 == 0:
             other = SamplingParams(max_tokens=1 + seed % 7, temperature=(0.0, 1.5)[seed % 2], seed=seed)
             prompt = tuple((seed + at) % 4 for at in range(1 + seed % 5))
@@ -95,7 +96,7 @@ def sample(
     outputs = run(loop, requests)
     assert loop.totals.num_rows_moved > num_samples / 10, "slots churn"
     if config.mode != "off":
-        assert loop.totals.num_drafts_accepted > 0
+        assert loop.totals.num_drafts_verified > 0
     if step_engine is not None:
         assert step_engine.num_calls["draft_and_verify"] == drafter.num_calls["draft"], "the step engine drafts, always"
     return [tuple(outputs[f"counted-{seed}"].token_ids) for seed in range(num_samples)]

@@ -120,7 +120,8 @@ def open_device_pair(
 def spoil(pair: DevicePair, lengths: NDArray[np.int64], context_lengths: NDArray[np.int64] | None = None) -> None:
     """Fill with garbage whatever a call must not depend on: buffers, and every position that is not valid.
 
-    Garbage in caches is finite, as it is after any call. An index that nobody wrote is -1, which no operator accepts as a row.
+    Garbage in caches is finite, as it is after any call. An index that nobody wrote is -1, which no operator accepts as
+    a row.
     """
     engines = pair.engines
     for staged in (engines.target._inputs, engines.drafter.inputs):

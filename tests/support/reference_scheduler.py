@@ -1,4 +1,4 @@
-"""Algorithm 1 and the full search behind `lagged_budget`, draft by draft: what runtime/prefix_scheduler is held against.
+"""Algorithm 1 and the full search behind `lagged_budget`, draft by draft: runtime/prefix_scheduler is held against it.
 
 Shape letters: `R` requests, `G` gamma. Source: paper section 3.2.2, Algorithm 1, and section 5.2.
 """

@@ -24,7 +24,8 @@ ONNX_TYPES = {
     "bfloat16": TensorProto.BFLOAT16,
     "int64": TensorProto.INT64,
 }
-# Of the largest value, 1 here: weights are rounded to the element type before they meet the values, and so is the result.
+# Of the largest value, 1 here: weights are rounded to the element type before they meet the values, and so is the
+# result.
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
 

@@ -12,17 +12,17 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, GraphCompiler
+from dspark_trt.engines.tensorrt.compiler.facts import EngineFacts, engine_path, read_facts
 from dspark_trt.engines.tensorrt.compiler.graphs import open_graphs
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
-from dspark_trt.engines.tensorrt.facts import EngineFacts, engine_path, read_facts
 from dspark_trt.engines.tensorrt.library import BuildLog
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.select import write_select_graph
@@ -148,7 +148,8 @@ def counted_layers(facts: Mapping[str, EngineFacts]) -> dict[str, dict[str, int]
 
 
 def write_large_pair(folder: Path) -> tuple[Path, Path]:
-    """A target of the shape of Qwen3-0.6B and a drafter as published ones are (gamma 7, rank 256), in bfloat16: their folders.
+    """A target of the shape of Qwen3-0.6B and a drafter as published ones are (gamma 7, rank 256),
+    in bfloat16: their folders.
 
     Small ones are written and widened, with one block of numbers repeated: a compiler does not look at the values, and
     random weights of that size take longer than compiling them.

@@ -1,4 +1,5 @@
-"""Calls of the four graphs as tensors by binding name: row groups with gaps, padding everywhere, poison where nothing is valid.
+"""Calls of the four graphs as tensors by binding name:
+row groups with gaps, padding everywhere, poison where nothing is valid.
 
 What is padding may hold anything; `poison` chooses what, so that two calls that differ in it alone have to agree.
 """
@@ -25,29 +26,29 @@ class Poison:
 
     cache_value: float
     token_id: int
-    points_at: int  # packed token, real or padding, that padded query slots point at
+    points_at: int  # packed token, real or padding, that padded queries point at
 
 
 POISONS = (Poison(0.0, 0, 0), Poison(3e3, 11, 4))
 
 
 def row_group(
-    name: str, rows: Sequence[Lengths], first_token: int, num_slots: int, poison: Poison
+    name: str, rows: Sequence[Lengths], first_token: int, num_queries: int, poison: Poison
 ) -> tuple[Tensors, list[int], list[int]]:
-    """Index inputs of a group, its tokens' slots b * S + i and their positions."""
-    tokens = torch.full((len(rows), num_slots), poison.points_at)
-    slots, positions = [], []
+    """Index inputs of a group, its tokens' padded indices b * S + i and their positions."""
+    tokens = torch.full((len(rows), num_queries), poison.points_at)
+    padded_indices, positions = [], []
     for row, (past, query) in enumerate(rows):
         for index in range(query):
-            tokens[row, index] = first_token + len(slots)
-            slots.append(row * num_slots + index)
+            tokens[row, index] = first_token + len(padded_indices)
+            padded_indices.append(row * num_queries + index)
             positions.append(past + index)
     tensors = {
         bindings.group_tokens(name): tokens,
         bindings.group_past_lengths(name): torch.tensor([past if query else 0 for past, query in rows]),
         bindings.group_query_lengths(name): torch.tensor([query for _, query in rows]),
     }
-    return tensors, slots, positions
+    return tensors, padded_indices, positions
 
 
 def cache_tensors(
@@ -71,18 +72,20 @@ def target_call(
     prefill: Sequence[Lengths],
     *,
     num_tokens: int,
-    num_slots: tuple[int, int],
+    num_queries: tuple[int, int],
     poison: Poison = POISONS[0],
     seed: int = 0,
 ) -> Tensors:
-    """`num_tokens` and `num_slots` (of decode and of prefill) say how far everything is padded."""
+    """`num_tokens` and `num_queries` (of decode and of prefill) say how far everything is padded."""
     random = torch.Generator().manual_seed(seed)
     element_type = getattr(torch, dims.element_type)
-    first, slots, positions = row_group(bindings.DECODE, decode, 0, num_slots[0], poison)
-    second, more_slots, more_positions = row_group(bindings.PREFILL, prefill, len(slots), num_slots[1], poison)
-    slots += [len(decode) * num_slots[0] + slot for slot in more_slots]
+    first, padded_indices, positions = row_group(bindings.DECODE, decode, 0, num_queries[0], poison)
+    second, more_indices, more_positions = row_group(
+        bindings.PREFILL, prefill, len(padded_indices), num_queries[1], poison
+    )
+    padded_indices += [len(decode) * num_queries[0] + index for index in more_indices]
     positions += more_positions
-    num_real = len(slots)
+    num_real = len(padded_indices)
     padding = [0] * (num_tokens - num_real)
     token_ids = torch.full((num_tokens,), poison.token_id)
     token_ids[:num_real] = torch.randint(dims.vocab_size, (num_real,), generator=random)
@@ -92,7 +95,7 @@ def target_call(
     return tensors | {
         bindings.TOKEN_IDS: token_ids,
         bindings.POSITIONS: torch.tensor(positions + padding),
-        bindings.OUTPUT_SLOTS: torch.tensor(slots + padding),
+        bindings.OUTPUT_SLOTS: torch.tensor(padded_indices + padding),
         bindings.LOGIT_ROWS: torch.arange(num_tokens),
         bindings.LOGITS: torch.full((num_tokens, dims.vocab_size), torch.nan),
         bindings.TAPS: torch.full((num_tokens, dims.tap_width), torch.nan, dtype=element_type),
@@ -104,14 +107,14 @@ def ingest_call(
     rows: Sequence[Lengths],
     *,
     num_tokens: int,
-    num_slots: int,
+    num_queries: int,
     poison: Poison = POISONS[0],
     scale: float = 1.0,
     seed: int = 0,
 ) -> Tensors:
     """Taps are `scale` large."""
     element_type = getattr(torch, dims.element_type)
-    tensors, _, positions = row_group(bindings.CONTEXT, rows, 0, num_slots, poison)
+    tensors, _, positions = row_group(bindings.CONTEXT, rows, 0, num_queries, poison)
     taps = torch.full((num_tokens, dims.tap_width), poison.cache_value)
     random = torch.Generator().manual_seed(seed)
     taps[: len(positions)] = scale * torch.randn(len(positions), dims.tap_width, generator=random)
@@ -164,8 +167,8 @@ def draft_call(
 
 
 def copied(tensors: Tensors, device: str = "cpu", element_type: torch.dtype | None = None) -> Tensors:
-    """The same call on memory of its own; a cache and its output stay one tensor. Floats as `element_type` but for float32
-    inputs and outputs."""
+    """The same call on memory of its own; a cache and its output stay one tensor. Floats as `element_type` but for
+    float32 inputs and outputs."""
     copies: dict[int, torch.Tensor] = {}
     always_float32 = {bindings.LOGITS, bindings.DRAFT_LOGITS, bindings.CONFIDENCE_LOGITS}
     always_float32 |= {bindings.TEMPERATURES, bindings.UNIFORMS}

@@ -95,7 +95,8 @@ class Parts:
 
 
 def play(parts: Parts, seed: int, num_arrivals: int = 40) -> None:
-    """A random workload: arrivals in bursts, twins, long prompts in chunks, cancellations, every kind of request."""
+    """A random workload: arrivals in bursts, duplicates, long prompts in chunks, cancellations,
+    every kind of request."""
     random = np.random.default_rng(seed)
     for name in range(num_arrivals):
         sampling: dict[str, Any] = {

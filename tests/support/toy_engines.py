@@ -1,7 +1,7 @@
 """Small engines whose every answer is known: a target over a toy language, and a drafter of chosen quality.
 
-Both keep a real KV store and refuse what a cache cannot do: reading a position that was never written or was rolled back,
-a wrong row, a wrong position. Their output buffers are overwritten by the next call, as the protocol allows.
+Both keep a real KV store and refuse what a cache cannot do: reading a position that was never written or was rolled
+back, a wrong row, a wrong position. Their output buffers are overwritten by the next call, as the protocol allows.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def capricious_confidence(context: Sequence[int], seen: Sequence[int], acceptanc
 
 
 class ToyDrafter(FailingEngine):
-    """Drafts from skill * target logits + (1 - |skill|) * noise. skill 1 is perfect, -1 proposes what the target avoids."""
+    """Drafts from skill * target logits + (1 - |skill|) * noise.
+    skill 1 is perfect, -1 proposes what the target avoids."""
 
     def __init__(
         self,
@@ -302,6 +303,7 @@ def step_table(price: Callable[[int], float], *, num_tokens: int = 64, draft_ms:
 FLAT = step_table(lambda count: 10.0)
 STEEP = step_table(lambda count: float(count))
 MODERATE = step_table(lambda count: 10.0 + count)
+DEAR = step_table(lambda count: 10.0 + count, draft_ms=40.0)
 STAIRS = step_table(lambda count: 10.0 + 4.0 * (-(-count // 4)))
 
 LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=64)

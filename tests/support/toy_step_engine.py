@@ -1,4 +1,5 @@
-"""A StepEngine over the toy engines: it selects with PrefixSelect's NumPy reference, and answers late, as a device does."""
+"""A StepEngine over the toy engines: it selects with PrefixSelect's NumPy reference, and answers late,
+as a device does."""
 
 from __future__ import annotations
 

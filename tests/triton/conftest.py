@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dspark_trt.commands.generate import generate
+from dspark_trt.commands.generation import generate
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment
 from dspark_trt.server.options import ServeOptions

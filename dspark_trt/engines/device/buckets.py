@@ -1,4 +1,5 @@
-"""The sizes that calls are padded to, so that few CUDA graphs serve all of them; and how long prompts are shared out to calls.
+"""The sizes that calls are padded to, so that few CUDA graphs serve all of them;
+and how long prompts are shared out to calls.
 
 Shape letters: `B` KV rows and `S` padded query length of a row group.
 """

@@ -1,8 +1,8 @@
 """Memory that calls read and write: small inputs that the host sends in one copy, small outputs that it fetches in one.
 
-Every copy is enqueued on torch's current stream, between pinned memory and the device. Pinned memory that a copy may still
-read is not written: there are several pieces, used in turn, each with an event behind its last copy. On a CPU device the same
-code copies at once.
+Every copy is enqueued on torch's current stream, between pinned memory and the device. Pinned memory that a copy may
+still read is not written: there are several pieces, used in turn, each with an event behind its last copy. On a CPU
+device the same code copies at once.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class StagedInputs:
     def send(self, *parts: tuple[Layout, Arrays]) -> None:
         """Enqueue the copy of some layouts, which stand one behind the other, and whatever lies between them.
 
-        Tensors that `arrays` lacks get undefined values. Returns without waiting, unless all pieces are still being read.
+        Tensors that `arrays` lacks get undefined values. Returns without waiting, unless all pieces are still being
+        read.
         """
         piece = self._pieces[self._next]
         self._next = (self._next + 1) % len(self._pieces)

@@ -23,9 +23,9 @@ _MAX_RANGES = 256  # views are kept for so many ranges: making them costs more t
 class DeviceCache:
     """[num_layers, keys and values, num_rows, K, C, H] of the graph's element type, zero at first.
 
-    Attention without the plugin reads whole rows and hides by a mask what is not valid, but 0 * NaN is NaN: what lies there must
-    be finite. So the pool begins with zeros, and a row that a request begins in is cleared of what the last one left (`prepare`);
-    otherwise one request whose numbers overflow would spoil its row for good.
+    Attention without the plugin reads whole rows and hides by a mask what is not valid, but 0 * NaN is NaN: what lies
+    there must be finite. So the pool begins with zeros, and a row that a request begins in is cleared of what the last
+    one left (`prepare`); otherwise one request whose numbers overflow would spoil its row for good.
     """
 
     def __init__(self, dims: TargetDims | DrafterDims, device: torch.device) -> None:
@@ -37,8 +37,8 @@ class DeviceCache:
         except RuntimeError as error:  # out of memory is one
             gib = math.prod(shape) * dtype.itemsize / (1 << 30)
             raise EngineBuildError(
-                f"KV memory: {cache.num_rows} rows of {cache.capacity} positions take {gib:.2f} GiB, which {device} does not "
-                f"give: {error}; build with a smaller --max-slots or --max-seq-len"
+                f"KV memory: {cache.num_rows} rows of {cache.capacity} positions take {gib:.2f} GiB, which {device} "
+                f"does not give: {error}; build with a smaller --max-slots or --max-seq-len"
             ) from error
         self._num_layers = cache.num_layers
         self._max_seq_len = dims.limits.max_seq_len
@@ -55,15 +55,15 @@ class DeviceCache:
         """Every cache input and output of a row group, by binding name, for a range of rows."""
         return self._kept(group, first_row, num_rows)
 
-    def prepare(self, rows: Int64, past_lengths: Int64, num_slots: int) -> None:
-        """Before a call that writes up to `num_slots` positions of some rows: clear the rows that begin."""
+    def prepare(self, rows: Int64, past_lengths: Int64, num_positions: int) -> None:
+        """Before a call that writes up to `num_positions` positions of some rows: clear the rows that begin."""
         for row in rows[past_lengths == 0] if self._num_behind else ():
             behind = slice(self._max_seq_len, self._max_seq_len + self._num_behind)
             for positions in (slice(0, int(self._written[row])), behind):
                 self._pool[:, :, row, :, positions].zero_()
             self._written[row] = 0
-        self._written[rows] = np.maximum(self._written[rows], past_lengths + num_slots)
-        self._num_behind = max(self._num_behind, num_slots)
+        self._written[rows] = np.maximum(self._written[rows], past_lengths + num_positions)
+        self._num_behind = max(self._num_behind, num_positions)
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         """Copy the live positions of a row, all layers in one kernel, on the current stream."""

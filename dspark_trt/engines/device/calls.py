@@ -1,15 +1,10 @@
 """From a target batch to the calls of the target graph that compute it: shapes and index arrays, on the host.
 
-A step that only decodes is one call of bucket sizes from KV row 0 on, which a CUDA graph can hold. Prefill chunks are called as
-they are; the first run of them together with the tokens that decode, further ones alone (`buckets.prefill_runs`).
+The rule of padding: what a row holds, valid or not, is its own, since a mask does not hide a NaN
+(docs/architecture.md).
 
-Padding tokens are token 0 at position 0, and no row points at them. Padding queries repeat their row's last token; rows without
-tokens write behind max_seq_len, where nothing valid can stand (graphs/attention_standard.py). A group without tokens stands on a
-row that has some, and repeats that row's: what a row holds, valid or not, is its own as far as can be, since a mask does not hide
-a NaN.
-
-Shape letters: `R` requests that decode, `G` gamma, `T` packed tokens, `L` logit rows; `B` KV rows and `S` padded query length of
-a row group.
+Shape letters: `R` requests that decode, `G` gamma, `T` packed tokens, `L` logit rows; `B` KV rows and `S` padded query
+length of a row group.
 """
 
 from __future__ import annotations
@@ -65,8 +60,8 @@ def check_batch(
     check_tokens(limits, len(batch.token_ids) + (num_selected or 0))
     if (longest := int(batch.query_lengths[: batch.num_decode].max(initial=0))) > gamma + 1:
         raise CapacityError(
-            f"a row would verify {longest} tokens, the engine takes an anchor and {gamma} drafts (gamma of the drafter); pass "
-            "longer segments as prefill chunks"
+            f"a row would verify {longest} tokens, the engine takes an anchor and {gamma} drafts (gamma of the "
+            "drafter); pass longer segments as prefill chunks"
         )
 
 
@@ -106,7 +101,7 @@ class _DecodePart:
     shape: GroupShape
     token_ids: Int64  # [T]
     positions: Int64  # [T]
-    slots: Int64  # [T]
+    padded_indices: Int64  # [T]
     group: RowGroup | None
 
     @property
@@ -116,7 +111,7 @@ class _DecodePart:
 
 def _nothing() -> _DecodePart:
     group = row_group(*[np.empty(0, np.int64)] * 3)
-    return _DecodePart(_IDLE, group.slots, group.slots, group.slots, group)
+    return _DecodePart(_IDLE, group.padded_indices, group.padded_indices, group.padded_indices, group)
 
 
 def _decode_part(batch: TargetBatch, gamma: int, limits: EngineLimits, num_selected: int | None) -> _DecodePart:
@@ -131,7 +126,7 @@ def _decode_part(batch: TargetBatch, gamma: int, limits: EngineLimits, num_selec
         return _DecodePart((num_rows, gamma + 1), unknown, unknown, unknown, None)
     shape = num_rows, query_bucket(int(query.max()), gamma)
     group = row_group(rows, past, query, padded_to=shape)
-    return _DecodePart(shape, batch.token_ids[:num_tokens], positions(past, query), group.slots, group)
+    return _DecodePart(shape, batch.token_ids[:num_tokens], positions(past, query), group.padded_indices, group)
 
 
 def _bucket_call(decode: _DecodePart, limits: EngineLimits) -> TargetCall:
@@ -142,7 +137,7 @@ def _bucket_call(decode: _DecodePart, limits: EngineLimits) -> TargetCall:
         arrays = {
             bindings.TOKEN_IDS: np.concatenate([decode.token_ids, padding]),
             bindings.POSITIONS: np.concatenate([decode.positions, padding]),
-            bindings.OUTPUT_SLOTS: np.concatenate([decode.slots, padding]),
+            bindings.OUTPUT_SLOTS: np.concatenate([decode.padded_indices, padding]),
             **group_arrays(bindings.DECODE, decode.group),
         }
     shape = CallShape(num_tokens, num_tokens, decode.shape)
@@ -161,7 +156,9 @@ def _whole_call(
     arrays = {
         bindings.TOKEN_IDS: np.concatenate([decode.token_ids, token_ids]),
         bindings.POSITIONS: np.concatenate([decode.positions, chunk_positions]),
-        bindings.OUTPUT_SLOTS: np.concatenate([decode.slots, prefill.slots + decode.shape[0] * decode.shape[1]]),
+        bindings.OUTPUT_SLOTS: np.concatenate(
+            [decode.padded_indices, prefill.padded_indices + decode.shape[0] * decode.shape[1]]
+        ),
         bindings.LOGIT_ROWS: logit_rows if len(logit_rows) else np.zeros(1, np.int64),  # engines take no empty tensors
         **group_arrays(bindings.PREFILL, prefill),
     }

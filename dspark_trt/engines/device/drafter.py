@@ -1,7 +1,7 @@
 """DraftEngine on torch tensors of one device, over DeviceSessions of drafter_ingest.onnx and drafter_draft.onnx.
 
-Shape letters: `R` requests, `G` gamma, `T` packed context tokens, `V` vocabulary, `M` tap layers, `D` hidden; `B` KV rows and
-`S` padded query length of a row group.
+Shape letters: `R` requests, `G` gamma, `T` packed context tokens, `V` vocabulary, `M` tap layers, `D` hidden; `B` KV
+rows and `S` padded query length of a row group.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class DraftCall:
 class DeviceDraftEngine:
     """Drafts and ingests; both write into one cache. Outputs are tensors on the device, valid until the next call.
 
-    A call waits for nothing on the device, as in DeviceTargetEngine. Taps may be of any float type; on the device they stay
-    there.
+    A call waits for nothing on the device, as in DeviceTargetEngine. Taps may be of any float type; on the device they
+    stay there.
     """
 
     def __init__(
@@ -136,7 +136,8 @@ class DeviceDraftEngine:
             self.cache.move_row(source, destination, num_positions)
 
     def draft_call(self, batch: DraftBatch) -> DraftCall:
-        """Pads to a bucket of requests and of rows from row 0 on. Raises CapacityError when the batch exceeds the limits.
+        """Pads to a bucket of requests and of rows from row 0 on.
+        Raises CapacityError when the batch exceeds the limits.
 
         Padding requests read the answer of row 0 and write nothing: only a row that has a request is written.
         """
@@ -212,9 +213,9 @@ class DeviceDraftEngine:
         inputs = [binding for binding in bindings.draft_inputs(self.dims) if not _is_cache(binding)]
         return Layout(inputs, {"R": num_requests, f"B_{bindings.CONTEXT}": num_rows})
 
-    def _make_ingest_layout(self, num_tokens: int, num_rows: int, num_slots: int) -> Layout:
+    def _make_ingest_layout(self, num_tokens: int, num_rows: int, num_queries: int) -> Layout:
         inputs = [Binding(bindings.POSITIONS, "int64", ("T",)), *bindings.row_group(bindings.CONTEXT)]
-        extents = {"T": num_tokens, f"B_{bindings.CONTEXT}": num_rows, f"S_{bindings.CONTEXT}": num_slots}
+        extents = {"T": num_tokens, f"B_{bindings.CONTEXT}": num_rows, f"S_{bindings.CONTEXT}": num_queries}
         return Layout(inputs, extents)
 
     def _most_input_bytes(self) -> int:

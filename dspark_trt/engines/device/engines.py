@@ -1,7 +1,7 @@
 """The device runtime: target, drafter and step engine on torch tensors of one device, over sessions of the four graphs.
 
-Everything is enqueued on torch's current stream; whoever calls the engines stays in one thread (libraries keep handles by
-thread, and one made inside of a capture would spoil it) and on one stream.
+Everything is enqueued on torch's current stream; whoever calls the engines stays in one thread (libraries keep handles
+by thread, and one made inside of a capture would spoil it) and on one stream.
 """
 
 from __future__ import annotations

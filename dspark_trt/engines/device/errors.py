@@ -17,6 +17,6 @@ def torch_errors(what: str) -> Iterator[None]:
         yield
     except (RuntimeError, ValueError, IndexError) as error:
         raise EngineBuildError(
-            f"{what}: PyTorch {torch.__version__} failed: {error}; the requests of this call are lost, open the engines again "
-            "if it fails again"
+            f"{what}: PyTorch {torch.__version__} failed: {error}; the requests of this call are lost, open the "
+            "engines again if it fails again"
         ) from error

@@ -1,12 +1,7 @@
 """Calls of a session by bucket: the first one eagerly, from the second one on as a CUDA graph.
 
-Everything a runtime enqueues goes to torch's current stream, captured graphs included: target, drafter, selection, copies and
-what the decoding loop does with the outputs are in order without an event. Only a bucket's first call and its capture use a
-stream of their own (a capture must not be on the default stream); the first call waits for the current stream and is waited
-for by it, and the capture executes nothing.
-
-One memory pool serves all graphs: they are replayed one after the other, and what outlives a replay stands in buffers that
-were there before.
+The rule: everything goes to torch's current stream, but for a bucket's first call and its capture
+(docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -56,7 +51,8 @@ class CudaGraphCapture:
         self._kept = (one, self.capture(one.zero_))
 
     def warm_up(self, call: Call) -> None:
-        """On the capture's stream: libraries keep workspaces by stream, and they must not be allocated in a graph's pool."""
+        """On the capture's stream: libraries keep workspaces by stream,
+        and they must not be allocated in a graph's pool."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -66,8 +62,8 @@ class CudaGraphCapture:
     def capture(self, call: Call) -> Call:
         """A replay of the call; the call itself from the first one on that cannot be captured, which a warning tells.
 
-        It ran before, so it runs without a graph, only slower. A capture that CUDA has voided can leave torch's memory pool
-        in between, where another capture must not begin.
+        It ran before, so it runs without a graph, only slower. A capture that CUDA has voided can leave torch's memory
+        pool in between, where another capture must not begin.
         """
         if self._failed is not None:
             return call
@@ -87,8 +83,8 @@ class CudaGraphCapture:
                 graph.capture_end()
         except (RuntimeError, EngineBuildError) as error:
             raise EngineBuildError(
-                f"CUDA graph on {self._device}: a call that ran could not be captured: {error}; open the engines without CUDA "
-                "graphs, and report it"
+                f"CUDA graph on {self._device}: a call that ran could not be captured: {error}; open the engines "
+                "without CUDA graphs, and report it"
             ) from error
         finally:
             if is_collecting:

@@ -78,7 +78,8 @@ class SelectCalls:
         *,
         is_bucket: bool,
     ) -> None:
-        """From the drafter's outputs to the target's index tensors, `target` [T] and [B, ...], and `fetched` verify_len.
+        """From the drafter's outputs to the target's index tensors, `target` [T] and [B, ...],
+        and `fetched` verify_len.
 
         A bucket stays at its addresses; other calls write the first tokens of a longer step.
         """

@@ -1,7 +1,8 @@
-"""The seam between the device runtime and what computes a graph on a device: TensorRT, or PyTorch straight from a checkpoint.
+"""The seam between the device runtime and what computes a graph on a device:
+TensorRT, or PyTorch straight from a checkpoint.
 
-A session knows one graph of `bindings`. Tensors are torch tensors of one device, by binding name, every input and output of
-the graph among them; a cache and its output are the same tensor.
+A session knows one graph of `bindings`. Tensors are torch tensors of one device, by binding name, every input and
+output of the graph among them; a cache and its output are the same tensor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """StepEngine on one device: draft, select and verify without waiting for the host.
 
-Shape letters: `R` requests that decode, `R_d` those of them that draft, `G` gamma, `T` packed tokens; `B` KV rows of the target's
-decode group.
+Shape letters: `R` requests that decode, `R_d` those of them that draft, `G` gamma, `T` packed tokens; `B` KV rows of
+the target's decode group.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _SELECTED = (bindings.TOKEN_IDS, bindings.POSITIONS, bindings.OUTPUT_SLOTS)  # o
 class DeviceStepEngine:
     """Draft, selection and verification of a step, enqueued in one go on torch's current stream.
 
-    The draft's ids and confidences are the selection's inputs, and what the selection writes is the very memory that the
-    target's index inputs stand in: nothing goes over the host.
+    The draft's ids and confidences are the selection's inputs, and what the selection writes is the very memory that
+    the target's index inputs stand in: nothing goes over the host.
 
     Where the host waits, in a step of `lagged_budget`:
 
-    | wait | for | why |
-    |---|---|---|
-    | `SelectedOutput.wait` | the copy of draft ids, confidences and verify_len, behind the selection and in front of the verification | the request's processors and the packing of acceptance need ids and lengths; the GPU verifies meanwhile |
-    | acceptance (runtime) | the verification, where it first reads a result | accepted ids decide what the next step does |
-    | `StagedInputs.send` | a copy four sends ago | pinned memory is written again; over long since, so no wait in practice |
+    - `SelectedOutput.wait`, for the copy of draft ids, confidences and verify_len, behind the selection and in front of
+      the verification: the request's processors and the packing of acceptance need ids and lengths. The GPU verifies
+      meanwhile.
+    - acceptance (runtime), for the verification, where it first reads a result: accepted ids decide the next step.
+    - `StagedInputs.send`, for a copy four sends ago, because pinned memory is written again: long over in practice.
 
-    Nothing else waits. `draft_and_verify` itself does not, but for a step's first appearance in a bucket and its second, where a
-    backend may load kernels and a CUDA graph is captured.
+    Nothing else waits. `draft_and_verify` itself does not, but for a step's first appearance in a bucket and its
+    second, where a backend may load kernels and a CUDA graph is captured.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class DeviceStepEngine:
     def draft_and_verify(self, draft: DraftBatch, select: SelectBatch, plain: TargetBatch) -> SelectedOutput:
         """One draft block, the selection of its drafts, and their verification (`StepEngine`).
 
-        T is known beforehand: an anchor of every request, the forced drafts, and K of the others or all that are offered.
+        T is known beforehand: an anchor of every request, the forced drafts, and K of the others or all that are
+        offered.
         Raises CapacityError when the step exceeds the limits, EngineBuildError when the backend fails.
         """
         caps, is_forced = select.caps, select.is_forced

@@ -1,7 +1,7 @@
 """TargetEngine on torch tensors of one device, over a DeviceSession of target.onnx.
 
-Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` vocabulary, `M` tap layers, `D` hidden; `B` KV
-rows and `S` padded query length of a row group.
+Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` vocabulary, `M` tap layers, `D` hidden;
+`B` KV rows and `S` padded query length of a row group.
 """
 
 from __future__ import annotations
@@ -135,7 +135,8 @@ class DeviceTargetEngine:
         )
 
     def _bucket_tensors(self, shape: CallShape) -> Tensors:
-        """Everything stays at its address. The prefill group is row 0 without tokens; its padding is row 0's own token."""
+        """Everything stays at its address. The prefill group is row 0 without tokens;
+        its padding is row 0's own token."""
         index = self.index_tensors(shape)
         constants = {
             bindings.LOGIT_ROWS: self.every_token(shape.num_tokens),

@@ -6,8 +6,10 @@ Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` v
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
 from dspark_trt.engines.capacity import check_rows, check_tokens
 from dspark_trt.engines.onnxruntime.cache import KEYS, VALUES, CachePool
@@ -74,7 +77,7 @@ class OnnxRuntimeTargetEngine:
             bindings.TOKEN_IDS: token_ids,
             bindings.POSITIONS: positions(past, query),
             bindings.LOGIT_ROWS: logit_rows,
-            bindings.OUTPUT_SLOTS: np.concatenate([decode.slots, prefill.slots + decode.tokens.size]),
+            bindings.OUTPUT_SLOTS: np.concatenate([decode.padded_indices, prefill.padded_indices + decode.tokens.size]),
         }
         groups = dict(zip(bindings.TARGET_GROUPS, (decode, prefill), strict=True))
         for name, group in groups.items():
@@ -96,17 +99,24 @@ class OnnxRuntimeTargetEngine:
 
 
 class OnnxRuntimeDraftEngine:
-    """Drafts on drafter_draft.onnx, ingests on drafter_ingest.onnx; both write into one pool."""
+    """Drafts on the draft graphs, one for each slot count, ingests on drafter_ingest.onnx; all write into one pool."""
 
     def __init__(self, graphs: Path, settings: OnnxRuntimeSettings = OnnxRuntimeSettings()) -> None:
         path = graphs / bindings.DRAFT_GRAPH
-        self._draft = GraphSession(path, num_threads=settings.num_threads)
+        whole = GraphSession(path, num_threads=settings.num_threads)
+        self._dims = drafter_dims_from_metadata(whole.metadata, str(path))
+        self._drafts = {self.gamma: whole}
+        for num_slots in slot_counts(self.gamma):
+            short = graphs / bindings.draft_graph(num_slots, self.gamma)
+            if num_slots < self.gamma and short.exists():
+                self._drafts[num_slots] = GraphSession(short, num_threads=settings.num_threads)
         self._ingest = GraphSession(graphs / bindings.INGEST_GRAPH, num_threads=settings.num_threads)
-        self._dims = drafter_dims_from_metadata(self._draft.metadata, str(path))
         self._pool = CachePool(self._dims.cache, self._dims.element_type)
-        blocks = (self._dims.limits.max_slots, self._dims.gamma)
+        vocab = graphs / bindings.DRAFT_VOCAB_FILE
+        self._draft_vocab = np.load(vocab, allow_pickle=False) if vocab.exists() else None
+        blocks = self._dims.limits.max_slots * self.gamma
         self._draft_ids = np.empty(blocks, np.int64)
-        self._draft_logits = np.empty((*blocks, self._dims.vocab_size), np.float32)
+        self._draft_logits = np.empty(blocks * self._dims.vocab_size, np.float32)
         self._confidence_logits = np.empty(blocks, np.float32)
 
     @property
@@ -137,14 +147,12 @@ class OnnxRuntimeDraftEngine:
 
     @property
     def draft_vocab(self) -> NDArray[np.int64] | None:
-        return None
+        return self._draft_vocab
 
     def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
         if ingest is not None:
             self.ingest(ingest)
-        num_slots = batch.uniforms.shape[1]
-        uniforms = np.pad(batch.uniforms, ((0, 0), (0, self.gamma - num_slots)))
         rows, anchor_ids, past = _int64(batch.rows, batch.anchor_ids, batch.past_lengths)
         check_rows(self.limits, rows, past + 1)
         num_requests, first_row = len(rows), int(rows.min())
@@ -152,28 +160,41 @@ class OnnxRuntimeDraftEngine:
         row_requests, row_query_lengths = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         row_requests[rows - first_row] = np.arange(num_requests)
         row_query_lengths[rows - first_row] = 1
+        wanted = batch.uniforms.shape[1]
+        num_slots = min(count for count in self._drafts if count >= wanted)
+        uniforms = np.zeros((num_requests, num_slots), np.float32)
+        uniforms[:, :wanted] = batch.uniforms
         inputs: dict[str, NDArray[Any]] = {
             bindings.ANCHOR_IDS: anchor_ids,
             bindings.PAST_LENGTHS: past,
             bindings.TEMPERATURES: np.ascontiguousarray(batch.temperatures, np.float32),
-            bindings.UNIFORMS: np.ascontiguousarray(uniforms, np.float32),
+            bindings.UNIFORMS: uniforms,
             bindings.BLOCK_ROWS: rows - first_row,
             bindings.ROW_REQUESTS: row_requests,
             bindings.ROW_QUERY_LENGTHS: row_query_lengths,
         }
-        draft_ids, draft_logits = self._draft_ids[:num_requests], self._draft_logits[:num_requests]
-        outputs: dict[str, NDArray[Any]] = {bindings.DRAFT_IDS: draft_ids, bindings.DRAFT_LOGITS: draft_logits}
-        confidence_logits = self._confidence_logits[:num_requests]
-        if self._dims.has_confidence_head:
-            outputs[bindings.CONFIDENCE_LOGITS] = confidence_logits
+        shape = (num_requests, num_slots)
+        draft_ids = _reshaped(self._draft_ids, *shape)
+        confidence_logits = _reshaped(self._confidence_logits, *shape)
+        outputs: dict[str, NDArray[Any]] = {
+            bindings.DRAFT_IDS: draft_ids,
+            bindings.CONFIDENCE_LOGITS: confidence_logits,
+        }
+        draft_logits = None
+        if batch.wants_logits:
+            draft_logits = _reshaped(self._draft_logits, *shape, self._dims.vocab_size)
+            outputs[bindings.DRAFT_LOGITS] = draft_logits
         names = [bindings.cache_output]
         if self._dims.attention == "drafter":
             names.append(bindings.cache_block_output)
-        self._draft.run((first_row, num_rows), lambda: self._caches(first_row, num_rows, names), inputs, outputs)
-        if not self._dims.has_confidence_head:
-            largest = np.partition(draft_logits, -2, axis=-1)
-            np.subtract(largest[..., -1], largest[..., -2], out=confidence_logits)
-        return DraftOutput(draft_ids[:, :num_slots], draft_logits[:, :num_slots], confidence_logits[:, :num_slots])
+        key = (first_row, num_rows, int(batch.wants_logits))
+        caches = partial(self._caches, first_row, num_rows, names)
+        self._drafts[num_slots].run(key, caches, inputs, outputs)
+        return DraftOutput(
+            draft_ids[:, :wanted],
+            None if draft_logits is None else draft_logits[:, :wanted],
+            confidence_logits[:, :wanted],
+        )
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._pool.move_row(source, destination, num_positions)
@@ -200,6 +221,11 @@ def _group_inputs(name: str, group: RowGroup) -> dict[str, NDArray[Any]]:
         bindings.group_past_lengths(name): group.past_lengths,
         bindings.group_query_lengths(name): group.query_lengths,
     }
+
+
+def _reshaped(buffer: NDArray[Any], *shape: int) -> NDArray[Any]:
+    """The beginning of a flat buffer."""
+    return buffer[: math.prod(shape)].reshape(shape)
 
 
 def _int64(*arrays: Any) -> tuple[NDArray[np.int64], ...]:

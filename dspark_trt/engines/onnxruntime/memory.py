@@ -1,8 +1,9 @@
 """Huge pages for the weights that ONNX Runtime packs when it opens a graph.
 
-A step on a CPU is bound by reading the weights once. Packed weights lie in ordinary 4 KiB pages (numpy asks for huge pages for
-its own arrays, ONNX Runtime does not), and the misses of the address translation cost 6 % of a one-token step and 4 % of one of
-eight tokens (measured on the demonstration target). Advice to the kernel, nothing more: where it is not taken, nothing changes.
+A step on a CPU is bound by reading the weights once. Packed weights lie in ordinary 4 KiB pages (numpy asks for huge
+pages for its own arrays, ONNX Runtime does not), and the misses of the address translation cost 6 % of a one-token step
+and 4 % of one of eight tokens (measured on the demonstration target). Advice to the kernel, nothing more: where it is
+not taken, nothing changes.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from dspark_trt.engines.onnxruntime.memory import huge_pages
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine import cpu
+from dspark_trt.machine.packages import install_extra
 
 _MAX_CACHED_BINDINGS = 64
 
@@ -26,7 +27,7 @@ def import_onnxruntime() -> Any:
     except ImportError as error:
         raise EnvironmentMissingError(
             f"the onnxruntime backend needs the package onnxruntime, which cannot be imported ({error}); "
-            "install it: pip install 'dspark-trt[onnxruntime]'"
+            f"install it: {install_extra('onnxruntime')}"
         ) from None
     return onnxruntime
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims_from_metadata, target_dims_from_metadata
 from dspark_trt.engines.settings import ENGINE_FOLDER, EngineSettings
+from dspark_trt.engines.tensorrt.compiler.facts import engine_path, read_facts
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
-from dspark_trt.engines.tensorrt.facts import engine_path, read_facts
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine.packages import device_runtime_lacks
 
@@ -22,8 +22,8 @@ DEVICE = "cuda"  # one process per GPU; CUDA_VISIBLE_DEVICES chooses another
 def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngines:
     """Target and drafter of the build directory `build`, on the GPU of this process.
 
-    Raises EnvironmentMissingError without torch for CUDA, a GPU, or the package; EngineBuildError when an engine cannot be
-    opened, or was compiled with another package than the settings say.
+    Raises EnvironmentMissingError without torch for CUDA, a GPU, or the package; EngineBuildError when an engine cannot
+    be opened, or was compiled with another package than the settings say.
     """
     if lacks := list(device_runtime_lacks()):
         raise EnvironmentMissingError(f"{build}: the device runtime needs torch for CUDA: {'; '.join(lacks)}")
@@ -36,16 +36,16 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngine
 
     if not torch.cuda.is_available():
         raise EnvironmentMissingError(
-            f"{build}: PyTorch {torch.__version__} sees no CUDA GPU; use a machine with an NVIDIA GPU and its driver (in a "
-            "container: --gpus all)"
+            f"{build}: PyTorch {torch.__version__} sees no CUDA GPU; use a machine with an NVIDIA GPU and its driver "
+            "(in a container: --gpus all)"
         )
     folder = build / ENGINE_FOLDER
     facts = {graph: read_facts(folder, graph) for graph in (bindings.TARGET_GRAPH, bindings.DRAFT_GRAPH)}
     for graph, found in facts.items():
         if found.library != settings.backend:
             raise EngineBuildError(
-                f"{engine_path(folder, graph)}: expected an engine of {settings.backend}, found one of {found.library}; run "
-                "`dspark-trt build` again"
+                f"{engine_path(folder, graph)}: expected an engine of {settings.backend}, found one of "
+                f"{found.library}; run `dspark-trt build` again"
             )
     runtime = TensorRTRuntime(settings.backend, DEVICE)
     sessions = DeviceSessions(*(TensorRTSession(engine_path(folder, graph), runtime) for graph in GRAPHS))

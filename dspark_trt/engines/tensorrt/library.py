@@ -1,7 +1,7 @@
 """What differs between the two packages `tensorrt` and `tensorrt_rtx`, in one place.
 
-`tensorrt` compiles for the GPU that it runs on. `tensorrt_rtx` compiles ahead of time for the GPUs that it is told, without
-having one, but not for data-centre GPUs after the A100.
+`tensorrt` compiles for the GPU that it runs on. `tensorrt_rtx` compiles ahead of time for the GPUs that it is told,
+without having one, but not for data-centre GPUs after the A100.
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dspark_trt_plugins import bundle
+from dspark_trt_plugins.bundle import kernel_sm
 from dspark_trt_plugins.trt_plugin import FULL, MINIMUM_VERSION, RTX, load_tensorrt
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import get_logger
+from dspark_trt.machine.packages import install_extra
 
 logger = get_logger(__name__)
 
 Library = Literal["tensorrt", "tensorrt_rtx"]
 
-# SM that the compilers make code for: TensorRT 11 support matrix; RTX 1.7.1 by trying (trt.ComputeCapability lists the same)
+# SM that the compilers make code for: TensorRT 11 support matrix; RTX 1.7.1 by trying (trt.ComputeCapability lists the
+# same)
 SUPPORTED_SMS: Mapping[Library, tuple[int, ...]] = {
     "tensorrt": (75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121),
     "tensorrt_rtx": (75, 80, 86, 89, 120, 121),
@@ -44,9 +46,7 @@ class LibraryFacts:
 
 LIBRARIES: Mapping[Library, LibraryFacts] = {
     "tensorrt": LibraryFacts('pip install "tensorrt>=11.1"', MINIMUM_VERSION, takes_sms=False, has_timing_cache=True),
-    "tensorrt_rtx": LibraryFacts(
-        "pip install 'dspark-trt[tensorrt-rtx]'", (1, 7), takes_sms=True, has_timing_cache=False
-    ),
+    "tensorrt_rtx": LibraryFacts(install_extra("tensorrt-rtx"), (1, 7), takes_sms=True, has_timing_cache=False),
 }
 assert set(LIBRARIES) == {FULL, RTX}
 
@@ -65,7 +65,8 @@ def import_library(name: Library) -> Any:
         trt = load_tensorrt(name)
     except (ImportError, OSError) as error:  # OSError: a shared library of the package cannot be loaded
         raise EnvironmentMissingError(
-            f"the backend {name} needs the package {name} {wanted} or later, which cannot be imported ({error}); {remedy}"
+            f"the backend {name} needs the package {name} {wanted} or later, which cannot be imported ({error}); "
+            f"{remedy}"
         ) from None
     if tuple(int(part) for part in trt.__version__.split(".")[:2]) < facts.minimum_version:
         raise EnvironmentMissingError(
@@ -75,7 +76,8 @@ def import_library(name: Library) -> Any:
 
 
 def check_sms(name: Library, sms: Sequence[int], *, use_plugins: bool = True) -> None:
-    """Raises EngineBuildError when the compiler, or that of the plugins' kernels, makes no code for a GPU architecture."""
+    """Raises EngineBuildError when the compiler, or that of the plugins' kernels,
+    makes no code for a GPU architecture."""
     for sm in sms:
         usable = usable_sms(name, use_plugins=use_plugins)
         if sm not in SUPPORTED_SMS[name]:
@@ -94,12 +96,6 @@ def usable_sms(name: Library, *, use_plugins: bool = True) -> tuple[int, ...]:
     return tuple(sm for sm in SUPPORTED_SMS[name] if not use_plugins or kernel_sm(sm) is not None)
 
 
-def kernel_sm(sm: int) -> int | None:
-    """The architecture that the plugins' kernels are compiled for so that they run on `sm`; None where there is none."""
-    usable = [known for known in bundle.SUPPORTED_SMS if known == sm or (sm // 10 == 8 == known // 10 and known < sm)]
-    return max(usable, default=None)
-
-
 def _describe(sm: int) -> str:
     return f"SM {sm} ({_GPUS[sm]})" if sm in _GPUS else f"SM {sm}"
 
@@ -109,10 +105,11 @@ def _listed(sms: Sequence[int]) -> str:
 
 
 class BuildLog:
-    """What TensorRT says from now on: warnings and worse are kept and go to the log of dspark_trt, information at debug.
+    """What TensorRT says from now on: warnings and worse are kept and go to the log of dspark_trt,
+    information at debug.
 
-    TensorRT has one logger in a process, the first that it is given, and ignores every other one. So all builds and runtimes share
-    one here, and it writes into the youngest BuildLog.
+    TensorRT has one logger in a process, the first that it is given, and ignores every other one. So all builds and
+    runtimes share one here, and it writes into the youngest BuildLog.
     """
 
     def __init__(self, trt: Any) -> None:

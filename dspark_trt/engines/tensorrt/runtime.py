@@ -40,7 +40,8 @@ class TensorRTRuntime:
         self._stream: torch.cuda.Stream | None = None
 
     def deserialize(self, path: Path) -> Any:
-        """An ICudaEngine. Raises EngineBuildError when the file is missing or no engine for this library and this GPU."""
+        """An ICudaEngine. Raises EngineBuildError when the file is missing or no engine for this library and this
+        GPU."""
         self.log.take()
         try:
             with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
@@ -54,8 +55,8 @@ class TensorRTRuntime:
     def create_context(self, engine: Any, *, bound: bool) -> Any:
         """An IExecutionContext that computes in memory of ours; None where TensorRT fails.
 
-        TensorRT-RTX compiles kernels for the shapes at hand while it runs. A bound call waits for them, since a CUDA graph keeps
-        what it was captured with; prompts of ever new lengths make do with the kernels for any shape.
+        TensorRT-RTX compiles kernels for the shapes at hand while it runs. A bound call waits for them, since a CUDA
+        graph keeps what it was captured with; prompts of ever new lengths make do with the kernels for any shape.
         """
         strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         specialisation = getattr(self.trt, "DynamicShapesKernelSpecializationStrategy", None)

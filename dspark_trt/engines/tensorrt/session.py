@@ -1,9 +1,10 @@
 """The DeviceSession of a TensorRT engine.
 
-Tensors are bound by name. A bound call has an execution context of its own, whose shapes and addresses never change again, so
-that a CUDA graph of it stays valid; other calls share one context for each optimisation profile.
+Tensors are bound by name. A bound call has an execution context of its own, whose shapes and addresses never change
+again, so that a CUDA graph of it stays valid; other calls share one context for each optimisation profile.
 
-Sessions cannot run in CI, where no GPU is; the choice of a profile runs there, the rest in tests/gpu/test_tensorrt_engines.py.
+Sessions cannot run in CI, where no GPU is; the choice of a profile runs there, the rest in
+tests/gpu/test_tensorrt_engines.py.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class TensorRTSession:
         return _Context(self._engine, self._runtime, self._name, profile, bound=bound)
 
     def _placed(self, name: str, tensor: Any) -> Any:
-        """The tensor, or a copy where its address is none for TensorRT: a part of a buffer whose rows are not multiples."""
+        """The tensor, or a copy where its address is none for TensorRT:
+        a part of a buffer whose rows are not multiples."""
         is_cache = name in self._caches or name.removesuffix(bindings.cache_output("")) in self._caches
         return tensor if is_cache or tensor.data_ptr() % ALIGNMENT_BYTES == 0 else tensor.clone()
 
@@ -97,8 +99,9 @@ class TensorRTSession:
             is_usable = tensor.dtype == self._types[each] and tensor.device == device and tensor.is_contiguous()
             if not is_usable or tensor.data_ptr() % ALIGNMENT_BYTES:
                 raise EngineBuildError(
-                    f"{self._name}: {each}: expected a contiguous {self._types[each]} tensor on {device} at a multiple of "
-                    f"{ALIGNMENT_BYTES} bytes, found {tensor.dtype} on {tensor.device} at {tensor.data_ptr():#x}; report this"
+                    f"{self._name}: {each}: expected a contiguous {self._types[each]} tensor on {device} at a "
+                    f"multiple of {ALIGNMENT_BYTES} bytes, found {tensor.dtype} on {tensor.device} at "
+                    f"{tensor.data_ptr():#x}; report this"
                 )
         return tensors
 

@@ -1,4 +1,5 @@
-"""Sizes of buckets, shared calls of prompts, and the index arrays of padded calls: padding is never read and never read from."""
+"""Sizes of buckets, shared calls of prompts, and the index arrays of padded calls:
+padding is never read and never read from."""
 
 from __future__ import annotations
 
@@ -103,24 +104,24 @@ def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(step: Step) 
         if not arrays:
             assert selected == call.num_tokens, "only the selection needs nothing of the host"
             continue
-        slot_of = dict(enumerate(arrays[bindings.OUTPUT_SLOTS][: call.num_tokens]))
+        padded_index_of = dict(enumerate(arrays[bindings.OUTPUT_SLOTS][: call.num_tokens]))
         found: dict[int, tuple[int, int]] = {}
         idle_rows: list[int] = []
         groups = [bindings.DECODE] if shape.prefill is None else list(bindings.TARGET_GROUPS)
         for group in groups[1:] if selected else groups:
             tokens = arrays[bindings.group_tokens(group)]
             past, query = arrays[bindings.group_past_lengths(group)], arrays[bindings.group_query_lengths(group)]
-            first_slot = 0 if group == bindings.DECODE else shape.decode[0] * shape.decode[1]
+            first_index = 0 if group == bindings.DECODE else shape.decode[0] * shape.decode[1]
             first_row = call.decode_row if group == bindings.DECODE else call.prefill_row
             assert ((tokens >= 0) & (tokens < call.num_tokens)).all(), "a padded query points at a padding token"
             if not query.any():
                 idle_rows.append(first_row)
-            for row, slot in np.ndindex(*tokens.shape):
-                token = int(tokens[row, slot])
-                if slot < query[row]:
+            for row, query_index in np.ndindex(*tokens.shape):
+                token = int(tokens[row, query_index])
+                if query_index < query[row]:
                     assert token not in found, "a token stands in two rows"
-                    found[token] = first_row + row, int(past[row]) + slot
-                    assert slot_of[token] == first_slot + row * tokens.shape[1] + slot
+                    found[token] = first_row + row, int(past[row]) + query_index
+                    assert padded_index_of[token] == first_index + row * tokens.shape[1] + query_index
                 elif query[row]:
                     assert found[token][0] == first_row + row, "padding comes from the row's own token"
         assert sorted(found) == list(range(selected, call.num_tokens))
@@ -130,14 +131,14 @@ def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(step: Step) 
             assert arrays[bindings.POSITIONS][token] == position
             seen.append((row, position, int(arrays[bindings.TOKEN_IDS][token])))
         for name in (bindings.TOKEN_IDS, bindings.POSITIONS, bindings.OUTPUT_SLOTS):
-            assert not arrays[name][call.num_tokens :].any(), "padding tokens are token 0 at position 0, slot 0"
+            assert not arrays[name][call.num_tokens :].any(), "padding tokens are token 0 at position 0, padded index 0"
         if shape.prefill is not None:
             assert shape.prefill[0] * shape.prefill[1] <= LIMITS.max_batch_tokens
             assert arrays[bindings.LOGIT_ROWS].max() < call.num_tokens
     expected = [
-        (row, past + slot)
+        (row, past + query_index)
         for row, past, length in zip(batch.rows, batch.past_lengths, batch.query_lengths, strict=True)
-        for slot in range(length)
+        for query_index in range(length)
     ]
     skipped = batch.num_decode if step.num_selected is not None else 0
     assert seen == [(*where, 100 + at) for at, where in enumerate(expected)][skipped:]

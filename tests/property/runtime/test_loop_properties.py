@@ -33,6 +33,7 @@ CONFIGS = [
     SchedulerConfig("threshold", threshold=0.5),
     SchedulerConfig("early_stop"),
     SchedulerConfig("lagged_budget"),
+    SchedulerConfig("auto"),
 ]
 # what happens before a step; "step" alone is the most common
 EVENTS = st.sampled_from(["step", "step", "submit", "submit", "cancel", "fail"])

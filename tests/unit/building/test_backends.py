@@ -1,4 +1,5 @@
-"""Which backend is chosen, and what is refused before anything is built; GPUs are played, packages are as installed or removed."""
+"""Which backend is chosen, and what is refused before anything is built;
+GPUs are played, packages are as installed or removed."""
 
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def test_what_does_not_go_together_is_refused_whatever_the_machine(
         (H200, {"tensorrt": "11.1.0", "torch_for_cuda": False}, {"backend": "tensorrt"}, ["torch", "without CUDA"]),
         (H200, {}, {"backend": "tensorrt_rtx"}, ["no code for SM 90 (H100, H200)", "use --backend tensorrt"]),
         (NOTHING, {}, {"backend": "tensorrt_rtx"}, ["--backend onnxruntime", "--compute-capability"]),
-        (L40S, {"rtx": False}, {"backend": "tensorrt_rtx"}, ["tensorrt_rtx", "pip install 'dspark-trt[tensorrt-rtx]'"]),
+        (L40S, {"rtx": False}, {"backend": "tensorrt_rtx"}, ["tensorrt_rtx", "pip install tensorrt-rtx-cu13=="]),
     ],
 )
 def test_what_this_machine_lacks_is_said_in_one_message(

@@ -78,17 +78,24 @@ def test_changed_limits_keep_the_checkpoints_and_rebuild_what_follows(recipe: Bu
 
 
 @pytest.mark.parametrize(
-    "source", ["plugins/row_attention/function_body.py", "plugins/body.py", "dspark_trt/contract/bindings.py"]
+    ("source", "first"),
+    [
+        ("plugins/row_attention/function_body.py", "graphs"),
+        ("plugins/body.py", "graphs"),
+        ("dspark_trt/contract/bindings.py", "graphs"),
+        ("dspark_trt/engines/onnxruntime/session.py", "steptable"),
+    ],
 )
-def test_graphs_are_made_again_when_what_writes_them_changes(
-    source: str, recipe: BuildRecipe, copied: Path, monkeypatch: pytest.MonkeyPatch
+def test_stages_are_made_again_from_the_first_on_that_an_edit_decides(
+    source: str, first: str, recipe: BuildRecipe, copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only the package graphs: function bodies come from the plugins, names and shapes from bindings."""
+    """Function bodies come from the plugins, names and shapes from bindings;
+    a step table has timed what runs an engine."""
     path, read = Path(__file__).parents[3] / source, Path.read_bytes
     assert path.exists()
     monkeypatch.setattr(Path, "read_bytes", lambda p: read(p) + (b"#" if p.resolve() == path.resolve() else b""))
     built = [result.stage for result in build(recipe, copied) if result.was_built]
-    assert built[0] == "graphs"
+    assert built[0] == first
 
 
 @pytest.mark.parametrize("failing", [stage.name for stage in STAGES])
@@ -207,7 +214,7 @@ def test_drafts_of_a_restricted_head_come_from_the_largest_logits_and_from_an_en
         ({"max_seq_len": 400}, "max_seq_len 400 is beyond the 300 positions that the drafter was made for"),
     ],
 )
-def test_what_does_not_fit_the_drafter_is_refused_before_the_target_is_written(
+def test_what_does_not_fit_the_drafter_is_refused_before_anything_is_written(
     recipe: BuildRecipe, tmp_path: Path, given: dict[str, int], message: str
 ) -> None:
     short = {"max_position_embeddings": 300}
@@ -219,7 +226,8 @@ def test_what_does_not_fit_the_drafter_is_refused_before_the_target_is_written(
             tmp_path / "out",
             progress=lambda stage, fraction: told.append((stage, fraction)),
         )
-    assert told[-1] == ("graphs", 0.0)
+    assert told == []
+    assert not (tmp_path / "out").exists()
 
 
 def test_unfinished_build_tells_what_it_holds(recipe: BuildRecipe, copied: Path) -> None:

@@ -84,7 +84,8 @@ def test_other_threads_can_use_it() -> None:
 
 
 def test_ctrl_c_ends_the_compiler_and_leaves_no_engines(tmp_path: Path) -> None:
-    """The compiler's callbacks run in the main thread: an exception that a signal raises there is printed and forgotten."""
+    """The compiler's callbacks run in the main thread:
+    an exception that a signal raises there is printed and forgotten."""
     target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(tmp_path / "drafter", target)
     pair = ["--target", str(target), "--drafter", str(drafter), "--max-slots", "2", "--max-seq-len", "64"]

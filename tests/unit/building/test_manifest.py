@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,12 +24,13 @@ from dspark_trt.building.manifest import (
     read_summary,
     record_inputs,
     record_outputs,
-    replace_folder,
+    sealed_json,
     stage_key,
     write_manifest,
 )
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.errors import ManifestError
+from dspark_trt.files import replace_folder
 
 RECIPE = BuildRecipe(target="t", drafter="d")
 
@@ -51,7 +55,28 @@ def make_stage(folder: Path, predecessors: dict[str, str]) -> StageManifest:
 
 def test_manifest_survives_writing_and_reading(tmp_path: Path) -> None:
     manifest = make_stage(tmp_path / "graphs", {})
-    assert read_manifest(tmp_path / "graphs") == manifest
+    read = read_manifest(tmp_path / "graphs")
+    assert read.model_copy(update={"sha256": ""}) == manifest
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda data: data.update(outputs={}),
+        lambda data: data["versions"].update(numpy="0"),
+        lambda data: data.pop("sha256"),
+        lambda data: data.update(created="1970"),
+    ],
+)
+def test_every_edit_of_a_manifest_is_seen(tmp_path: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Outputs that were emptied would leave nothing to check, and say that the chain is intact."""
+    make_stage(tmp_path / "graphs", {})
+    path = tmp_path / "graphs" / "manifest.json"
+    data = json.loads(path.read_text())
+    edit(data)
+    path.write_text(json.dumps(data))
+    with pytest.raises(ManifestError, match=r"graphs/manifest\.json was edited.*build` again"):
+        read_manifest(tmp_path / "graphs")
 
 
 def test_known_hash_is_kept_only_while_size_time_and_inode_are_the_same(tmp_path: Path) -> None:
@@ -138,15 +163,14 @@ def test_failed_stage_leaves_the_old_folder_and_nothing_half_written(tmp_path: P
 
 def test_summary_must_name_every_stage(tmp_path: Path) -> None:
     summary = BuildSummary(schema_version=SCHEMA_VERSION, recipe=RECIPE, stages={"graphs": "key", "other": "key"})
-    (tmp_path / "manifest.json").write_text(summary.model_dump_json())
+    (tmp_path / "manifest.json").write_text(sealed_json(summary.model_dump(mode="json")))
     with pytest.raises(ManifestError, match=r"calibration.*other.*missing or unknown"):
         read_summary(tmp_path)
 
 
 def test_summary_with_an_unknown_recipe_key_is_one_clear_error(tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text(
-        '{"schema_version": 1, "recipe": {"target": "t", "drafter": "d", "odd": 1}, "stages": {}}'
-    )
+    data = {"schema_version": SCHEMA_VERSION, "recipe": {"target": "t", "drafter": "d", "odd": 1}, "stages": {}}
+    (tmp_path / "manifest.json").write_text(sealed_json(data))
     with pytest.raises(ManifestError, match=r"recipe\.odd"):
         read_summary(tmp_path)
 

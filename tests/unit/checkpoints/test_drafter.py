@@ -1,4 +1,5 @@
-"""Drafters in every DeepSpec form, the contradictions that are refused, and the other formats that are refused by name."""
+"""Drafters in every DeepSpec form, the contradictions that are refused,
+and the other formats that are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""GGUF targets: the same numbers as the Hugging Face checkpoint they were made from, and as transformers' own loader."""
+"""GGUF targets: the same numbers as the Hugging Face checkpoint they were made from,
+and as transformers' own loader."""
 
 from __future__ import annotations
 

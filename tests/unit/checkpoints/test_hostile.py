@@ -1,4 +1,4 @@
-"""Files that are damaged or made to harm: one clear message, nothing allocated for a number that a file merely states."""
+"""Files that are damaged or made to harm: one clear message, and nothing allocated for a number that a file states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Targets in Hugging Face folders: every form is read as transformers reads it, and what is not implemented is refused."""
+"""Targets in Hugging Face folders: every form is read as transformers reads it,
+and what is not implemented is refused."""
 
 from __future__ import annotations
 

@@ -166,7 +166,8 @@ def demo_codec(demo_target_path: Path, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.mark.demo
 def test_demonstration_tokenizer_splits_digits(demo_codec: TextCodec) -> None:
-    """GGUF loses `Digits(individual_digits)`: without it 12345 would become other tokens than the model was trained on."""
+    """GGUF loses `Digits(individual_digits)`:
+    without it 12345 would become other tokens than the model was trained on."""
     ids = demo_codec.encode("It's 12345 and 3.14")
     assert ids == [1589, 506, 216, 33, 34, 35, 36, 37, 284, 216, 35, 30, 33, 36]
     pieces = [demo_codec.decode([token]) for token in ids]

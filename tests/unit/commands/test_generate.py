@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from dspark_trt.building.build import build
-from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.cli import app
-from dspark_trt.commands.generate import generate
+from dspark_trt.commands.generation import generate
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment, load_deployment
 from dspark_trt.errors import RequestError
-from tests.support.factories import write_drafter, write_target
 
 PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7], [40, 41, 42, 43]]
 FIELDS = {
@@ -35,16 +32,6 @@ FIELDS = {
     "acceptance_per_position",
     "timings_ms",
 }
-
-
-@pytest.fixture(scope="module")
-def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pair")
-    target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True)
-    drafter = write_drafter(folder / "drafter", target)
-    limits = {"max_slots": 4, "max_seq_len": 64, "max_batch_tokens": 64}
-    build(BuildRecipe(target=str(target), drafter=str(drafter), **limits), folder / "out")
-    return folder / "out"
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Staged inputs and fetched outputs: places, alignment, and that pinned memory is not written while a copy may read it."""
+"""Staged inputs and fetched outputs: places, alignment,
+and that pinned memory is not written while a copy may read it."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from dspark_trt_plugins.bundle import kernel_sm
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import CacheDims, DrafterDims, TargetDims
@@ -14,7 +15,7 @@ from dspark_trt.engines.tensorrt.compiler import targets as tensorrt_targets
 from dspark_trt.engines.tensorrt.compiler.memory import cache_bytes, check_memory, output_bytes
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.compiler.targets import CompileTargets, compile_targets
-from dspark_trt.engines.tensorrt.library import SUPPORTED_SMS, check_library, check_sms, import_library, kernel_sm
+from dspark_trt.engines.tensorrt.library import SUPPORTED_SMS, check_library, check_sms, import_library
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine.gpu import Gpu, NoGpu
 from tests.support.profile_choice import chosen_profile

@@ -10,9 +10,9 @@ import pytest
 from onnx import TensorProto
 from safetensors.numpy import load_file, save_file
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.contract.precision import Precision
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.target import write_target_graph

@@ -11,10 +11,10 @@ import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.contract import bindings
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.graphs.quantize import BLOCK_SIZE, linear_bits, quantize_blocks
+from dspark_trt.graphs.quantize import BLOCK_SIZE, quantisation, quantize_blocks
 from tests.engine.test_onnxruntime_drafter import Contexts
 from tests.support.conversations import Conversations, open_pair, open_target, read_pair
 from tests.support.factories import write_drafter, write_target
@@ -45,7 +45,7 @@ def test_no_weight_is_off_by_more_than_a_step_and_most_by_half(bits: int, column
 
 def write_rounded(source: Path, folder: Path, precision: Precision) -> Path:
     """The same checkpoint with the weights that the quantised graph stands for, in float32."""
-    bits = linear_bits(precision)
+    bits = quantisation(precision)
     tensors = load_file(source / "model.safetensors")
     for name, weight in tensors.items():
         kind = bits.target_layers if "_proj.weight" in name else bits.head if name == "lm_head.weight" else None
@@ -62,8 +62,8 @@ def write_rounded(source: Path, folder: Path, precision: Precision) -> Path:
 def test_a_quantised_target_computes_with_the_rounded_weights(
     precision: Precision, mean_of_weights: float, tmp_path: Path
 ) -> None:
-    """Logits have a standard deviation of about 3. Against the rounded weights only eight-bit activations remain; bounds are
-    twice what was seen."""
+    """Logits have a standard deviation of about 3. Against the rounded weights only eight-bit activations remain;
+    bounds are twice what was seen."""
     source = write_target(tmp_path / "target", hidden=128, intermediate=256, heads=4, biases=True)
     rounded = open_target(write_rounded(source, tmp_path / "rounded", precision), tmp_path / "graphs", limits=LIMITS)
     exact = open_target(source, tmp_path / "fp32", limits=LIMITS)
@@ -92,7 +92,7 @@ def test_what_is_quantised_is_what_the_page_says(precision: Precision, tmp_path:
     target_folder = write_target(tmp_path / "target", hidden=64, intermediate=128)
     target, drafter = read_pair(target_folder, write_drafter(tmp_path / "drafter", target_folder, head_type="gated"))
     open_pair(target, drafter, tmp_path / "graphs", limits=LIMITS, precision=precision)
-    bits = linear_bits(precision)
+    bits = quantisation(precision)
     for graph, layer_bits in (
         (bindings.TARGET_GRAPH, bits.target_layers),
         (bindings.INGEST_GRAPH, bits.drafter_layers),

@@ -1,4 +1,5 @@
-"""The select graph: its inputs and outputs are those of `bindings`, and ONNX Runtime computes the plugin's reference with it."""
+"""The select graph: its inputs and outputs are those of `bindings`,
+and ONNX Runtime computes the plugin's reference with it."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from dspark_trt_plugins.prefix_select.reference import prefix_select
 from dspark_trt.checkpoints.spec import DrafterCheckpoint
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims_from_metadata
+from dspark_trt.contract.forms import select_form
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import ONNX_TYPES
@@ -74,7 +76,7 @@ def test_its_metadata_are_those_of_the_drafters_graphs(tmp_path: Path) -> None:
 def test_onnx_runtime_selects_what_the_reference_selects(graph: Path, drafter: DrafterCheckpoint, seed: int) -> None:
     session = onnxruntime.InferenceSession(str(graph), providers=["CPUExecutionProvider"])
     metadata = session.get_modelmeta().custom_metadata_map
-    form = bindings.select_form(drafter_dims_from_metadata(metadata, str(graph)))
+    form = select_form(drafter_dims_from_metadata(metadata, str(graph)))
     inputs = random_step(form, 1 + 3 * seed, seed)
     names = [output.name for output in session.get_outputs()]
     found = dict(zip(names, session.run(names, inputs), strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,10 @@ import numpy as np
 import onnx
 import pytest
 
-from dspark_trt.building.recipe import Precision
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention
+from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeTargetEngine
 from dspark_trt.errors import ExportError
@@ -103,6 +104,23 @@ def test_where_links_are_impossible_the_weights_are_written(
     np.testing.assert_array_equal(logits(tmp_path / "written"), logits(tmp_path / "linked"))
 
 
+def test_weights_that_only_their_owner_may_read_are_not_linked(float32_target: Path, tmp_path: Path) -> None:
+    """A server in a container runs as another user, and a link has the mode of its file."""
+    source = Path(shutil.copytree(float32_target, tmp_path / "private"))
+    for file in source.glob("*.safetensors"):
+        file.chmod(0o600)
+    (weights,) = write(source, tmp_path / "graphs")
+    assert weights.stat().st_nlink == 1
+    assert weights.stat().st_mode & 0o044 == 0o044 & ~current_umask()
+    assert {file.stat().st_mode & 0o777 for file in source.glob("*.safetensors")} == {0o600}
+
+
+def current_umask() -> int:
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
 def test_bfloat16_weights_are_widened_once_into_an_aligned_file(tmp_path: Path) -> None:
     source = write_target(tmp_path / "checkpoint", dtype="bfloat16", tied=True)
     (weights,) = write(source, tmp_path / "graphs")
@@ -129,7 +147,7 @@ def test_drafter_graphs_share_embedding_and_head_with_the_target(float32_target:
             locations[tensor.name] = (entry.get("location"), entry.get("offset"))
     for name in ("embed_tokens.weight", "lm_head.weight"):
         assert locations[f"target.{name}"] == locations[name]
-    assert new_bytes(tmp_path / "graphs") - before < 150_000  # two graphs and their rotary tables
+    assert new_bytes(tmp_path / "graphs") - before < 400_000  # a graph for each slot count, and their rotary tables
 
 
 def test_sharing_needs_a_target_graph_of_the_same_precision(float32_target: Path, tmp_path: Path) -> None:

@@ -11,7 +11,10 @@ import pytest
 
 from tests.support.cuda_driver.build import build_driver, open_first
 
-ASK = "from dspark_trt.machine.gpu import look_for_gpu; found = look_for_gpu(); print(found); print(type(found).__name__); "
+ASK = (
+    "from dspark_trt.machine.gpu import look_for_gpu; found = look_for_gpu(); "
+    "print(found); print(type(found).__name__); "
+)
 LOADED = "import sys; print([name for name in ('torch', 'tensorrt', 'tensorrt_rtx') if name in sys.modules])"
 
 

@@ -98,7 +98,7 @@ def test_a_wheel_holds_everything_a_repository_is_written_from(tmp_path: Path) -
     sources.mkdir()
     for name in ("dspark_trt", "plugins", "triton_model_repo"):
         shutil.copytree(SOURCES / name, sources / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(SOURCES / name, sources)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, sources]
     subprocess.run(command, check=True)
@@ -107,8 +107,8 @@ def test_a_wheel_holds_everything_a_repository_is_written_from(tmp_path: Path) -
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(installed)
     script = (
-        "import sys; from pathlib import Path; import dspark_trt.packaging.model_repo as packaging, dspark_trt_model_repo\n"
-        "for module in (packaging, dspark_trt_model_repo):\n"
+        "import sys; from pathlib import Path; import dspark_trt.packaging.model_repo as packaging, "
+        "dspark_trt_model_repo\nfor module in (packaging, dspark_trt_model_repo):\n"
         "    assert Path(module.__file__).is_relative_to(sys.argv[1]), module.__file__\n"
         "packaging.write_model_repo(Path(sys.argv[2]), Path(sys.argv[2]) / 'from_wheel')"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from device_steps import main
 
-TINY = ["--size", "tiny", "--layers", "3", "--slots", "2"]
+TINY = ["--size", "tiny", "--layers", "3", "--requests", "2"]
 
 
 def test_every_way_of_stepping_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,5 @@
-"""The kernels compile for every supported GPU architecture on a machine without a GPU, and what they take is written down."""
+"""The kernels compile for every supported GPU architecture on a machine without a GPU,
+and what they take is written down."""
 
 from __future__ import annotations
 

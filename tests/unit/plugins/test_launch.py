@@ -1,6 +1,7 @@
 """Bundles of compiled kernels, and the launcher on a CUDA driver that only writes down what it is asked for.
 
-The driver is a small C library: cuda-python, its marshalling of parameters and the TensorRT plugin's enqueue are the real ones.
+The driver is a small C library: cuda-python, its marshalling of parameters and the TensorRT plugin's enqueue are the
+real ones.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def record(
 
 @pytest.mark.parametrize("way", ["launcher", "plugin", "plugin that a builder times"])
 def test_launches_carry_the_right_parameters_in_order(way: str, driver: Path, tmp_path: Path) -> None:
-    """Three requests: inputs are numbered as the node's, outputs behind them, the workspace as the operation lays it out.
+    """Three requests: inputs are numbered as the node's, outputs behind them,
+    the workspace as the operation lays it out.
 
     Kernels are loaded once, however many contexts a plugin is attached to.
     """
@@ -141,7 +143,8 @@ def test_attention_is_launched_in_splits(way: str, driver: Path, tmp_path: Path)
     query, keys, values, last_seen, attended = (f"{address(index):x}" for index in range(5))
     parts = " ".join(f"{WORKSPACE + offsets[name]:x}" for name in ("accumulators", "maxima", "sums"))
     assert result.stdout.splitlines() == [
-        f"launch attend_split_16_entry 9,3,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {parts} {attended} 5 1 0 0",
+        f"launch attend_split_16_entry 9,3,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {parts} {attended} 5 1 "
+        "0 0",
         f"launch combine_splits_entry 135,1,1 128,1,1 0 99 {last_seen} {parts} {attended} 5 0 0",
     ]
 

@@ -1,6 +1,7 @@
 """The Triton kernels of MarkovHead, under Triton's CPU interpreter, against the NumPy reference.
 
-Every tensor stands in a larger allocation full of NaN (integers: far outside every tensor), and nothing outside may change.
+Every tensor stands in a larger allocation full of NaN (integers: far outside every tensor), and nothing outside may
+change.
 """
 
 from __future__ import annotations

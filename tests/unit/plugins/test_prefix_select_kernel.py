@@ -1,6 +1,7 @@
 """The Triton kernels of PrefixSelect, under Triton's CPU interpreter, against the reference and the function body.
 
-Every tensor stands in a larger allocation full of NaN (integers: far outside every tensor), and nothing outside may change.
+Every tensor stands in a larger allocation full of NaN (integers: far outside every tensor), and nothing outside may
+change.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The packed tensors of PrefixSelect are the inputs that the target graph takes, as the engines make them on the host.
 
-The number of query slots differs (gamma + 1 here, the longest query there), and where padding points: anywhere, says `bindings`.
+The number of padded queries differs (gamma + 1 here, the longest query there), and where padding points: anywhere, says
+`bindings`.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def test_packed_tensors_equal_those_that_an_engine_makes_from_the_lengths(seed: 
             found["decode.tokens"][rows][row, :length], group.tokens[row, :length], err_msg=f"row {row}"
         )
     # a token's attention output stands where the row group put its query
-    slots = found["output_slots"][:num_tokens]
-    np.testing.assert_array_equal(found["decode.tokens"].reshape(-1)[slots], np.arange(num_tokens))
+    padded_indices = found["output_slots"][:num_tokens]
+    np.testing.assert_array_equal(found["decode.tokens"].reshape(-1)[padded_indices], np.arange(num_tokens))
     assert found["decode.query_lengths"].sum() == num_tokens
 
 

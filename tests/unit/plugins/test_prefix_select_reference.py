@@ -1,4 +1,4 @@
-"""The NumPy PrefixSelect and Algorithm 1 beside it: the algorithms on small cases, and the promise that keeps the output exact."""
+"""The NumPy PrefixSelect and Algorithm 1: both on small cases, and the promise that keeps the output exact."""
 
 from __future__ import annotations
 

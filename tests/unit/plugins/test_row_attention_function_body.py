@@ -1,4 +1,5 @@
-"""The function body of RowAttention: ONNX Runtime computes what the reference says, and one function serves all layers."""
+"""The function body of RowAttention: ONNX Runtime computes what the reference says,
+and one function serves all layers."""
 
 from __future__ import annotations
 

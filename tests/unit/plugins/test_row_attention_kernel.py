@@ -1,6 +1,7 @@
 """The Triton kernels of RowAttention, under Triton's CPU interpreter, against the reference.
 
-Every tensor stands in a larger allocation full of NaN, and caches hold NaN and Inf behind the last live position of each row.
+Every tensor stands in a larger allocation full of NaN, and caches hold NaN and Inf behind the last live position of
+each row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""TensorRT-RTX places RowAttention behind its KV update and hands it the caches as they stand, on a machine without a GPU.
+"""TensorRT-RTX places RowAttention behind its KV update and hands it the caches as they stand,
+on a machine without a GPU.
 
 The compiler's listing of layers says which buffers each kernel reads and writes. It is not a measurement.
 """

@@ -1,7 +1,8 @@
-"""TensorRT-RTX builds engines with MarkovHead and PrefixSelect, and inlines their function bodies without, on a machine without a GPU.
+"""TensorRT-RTX builds engines with MarkovHead and PrefixSelect, and inlines their function bodies without,
+on a machine without a GPU.
 
-Seen here: parsing, the contract of the plugins with the builder, layer types, code for each architecture in the engine. Not seen:
-that an engine runs, for which RTX wants a driver.
+Seen here: parsing, the contract of the plugins with the builder, layer types, code for each architecture in the engine.
+Not seen: that an engine runs, for which RTX wants a driver.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The acceptance rule on single blocks, on numpy and torch alike. Whole outputs are tested in test_runtime_lossless.py."""
+"""The acceptance rule on single blocks, on numpy and torch alike.
+Whole outputs are tested in test_lossless.py."""
 
 from __future__ import annotations
 

@@ -410,7 +410,8 @@ def test_the_same_requests_give_the_same_steps() -> None:
 
 
 def test_a_moved_request_keeps_its_confidence_history() -> None:
-    """Low confidences two steps old leave nothing to verify; a request without history would be verified at full length."""
+    """Low confidences two steps old leave nothing to verify;
+    a request without history would be verified at full length."""
     parts = Parts(SchedulerConfig("lagged_budget"), table=MODERATE, skill=-1.0)
     parts.submit(request("first", max_tokens=6), request("moved", prompt_of(5), max_tokens=30))
     outputs = parts.finish()

@@ -36,6 +36,7 @@ ALL_MODES = [
     SchedulerConfig("threshold", threshold=0.4),
     SchedulerConfig("early_stop"),
     SchedulerConfig("lagged_budget"),
+    SchedulerConfig("auto"),
 ]
 modes = pytest.mark.parametrize("config", ALL_MODES, ids=lambda config: config.mode)
 
@@ -281,9 +282,9 @@ def test_without_a_seed_two_runs_differ() -> None:
 def test_live_requests_of_one_random_key_are_verified_at_full_length(mode: SchedulerMode) -> None:
     """Ranking one by the other would look ahead: they draw the same tokens."""
     config = SchedulerConfig(mode, threshold=0.99 if mode == "threshold" else None)
-    twins = [sampled(name, (1, 2, 3), seed=7) for name in "ab"]
+    duplicates = [sampled(name, (1, 2, 3), seed=7) for name in "ab"]
     other = sampled("c", (1, 2, 3), seed=8)
-    outputs = run(loop_with(config, skill=-1.0), [*twins, other])
+    outputs = run(loop_with(config, skill=-1.0), [*duplicates, other])
     for name in "ab":
         statistics = outputs[name].last.statistics
         generated = 1 + np.cumsum([0, *statistics.accepted_lens[:-1]])

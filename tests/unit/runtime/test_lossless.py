@@ -1,7 +1,8 @@
-"""The output distribution is the target's, exactly: chi-square of whole outputs against the exact one (tests/support/lossless.py).
+"""The output distribution is the target's, exactly:
+chi-square of whole outputs against the exact one (tests/support/lossless.py).
 
-Seeds are fixed, so a result never changes. Had the draws been random, a test would fail falsely with probability 1e-4, and
-any of the 26 here with 0.26 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
+Seeds are fixed, so a result never changes. Had the draws been random, a test would fail falsely with probability 1e-4,
+and any of the 55 here with 0.55 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.steptable.table import StepTable
 from tests.support.lossless import assert_lossless
 from tests.support.toy_engines import (
+    DEAR,
     FLAT,
     STAIRS,
     STEEP,
@@ -37,11 +39,12 @@ CONFIGS = {
     "threshold": SchedulerConfig("threshold", threshold=0.7),
     "early_stop": SchedulerConfig("early_stop"),
     "lagged_budget": SchedulerConfig("lagged_budget"),
+    "auto": SchedulerConfig("auto"),
 }
 
 SAMPLED = {"temperature": 1.0, "max_tokens": 4}
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-adaptive = pytest.mark.parametrize("mode", ["early_stop", "lagged_budget"])
+adaptive = pytest.mark.parametrize("mode", ["early_stop", "lagged_budget", "auto"])
 
 
 def test_plain_decoding() -> None:
@@ -57,6 +60,25 @@ def test_a_middling_drafter(config: SchedulerConfig) -> None:
 def test_a_drafter_that_is_bad_on_purpose(config: SchedulerConfig) -> None:
     """It proposes what the target avoids, and its confidence swings with the token before."""
     assert_lossless(config, SAMPLED, skill=-0.9, confidence=capricious_confidence)
+
+
+@configs
+@pytest.mark.parametrize("draft_vocab", [(0, 2), (1, 2, 3)])
+def test_a_draft_vocabulary_that_lacks_tokens(config: SchedulerConfig, draft_vocab: tuple[int, ...]) -> None:
+    """Tokens that the drafter cannot propose come from the residual, at their own rate."""
+    assert_lossless(config, SAMPLED, draft_vocab=draft_vocab, confidence=capricious_confidence)
+
+
+@configs
+def test_a_drafter_without_confidence_head(config: SchedulerConfig) -> None:
+    assert_lossless(config, SAMPLED, confidence=None)
+
+
+@pytest.mark.parametrize("table", [FLAT, DEAR], ids=["drafting pays", "drafting does not pay"])
+@pytest.mark.parametrize("skill", [0.9, -0.9])
+def test_skipping_exploring_and_correcting(table: StepTable, skill: float) -> None:
+    """Where blocks are dear, most steps do not draft, and single requests are looked at again."""
+    assert_lossless(SchedulerConfig("auto"), SAMPLED, table=table, skill=skill, confidence=capricious_confidence)
 
 
 @adaptive
@@ -89,13 +111,14 @@ def test_eos_inside_blocks(mode: Any) -> None:
 @adaptive
 @pytest.mark.parametrize("skill", [0.5, -0.9])
 def test_equal_seeds_side_by_side(mode: Any, skill: float) -> None:
-    """A request and its twin draw the same tokens; neither may be scheduled by the other's confidences."""
-    assert_lossless(SchedulerConfig(mode), SAMPLED, twins=True, skill=skill, confidence=capricious_confidence)
+    """A request and its duplicate draw the same tokens; neither may be scheduled by the other's confidences."""
+    assert_lossless(SchedulerConfig(mode), SAMPLED, duplicates=True, skill=skill, confidence=capricious_confidence)
 
 
 @adaptive
-def test_a_twin_that_is_one_step_ahead_does_not_steer_the_other(mode: Any) -> None:
-    """The first twin's confidence tells what the second is about to draw; with it, the second is verified only then.
+def test_a_duplicate_that_is_one_step_ahead_does_not_steer_the_other(mode: Any) -> None:
+    """The first duplicate's confidence tells what the second is about to draw;
+    with it, the second is verified only then.
 
     Scheduled by the first, the second token would be 0 in 0.91 of the cases instead of 0.7 (1000 pairs, standard
     deviation 0.0145, false failure 6e-5).
@@ -105,7 +128,7 @@ def test_a_twin_that_is_one_step_ahead_does_not_steer_the_other(mode: Any) -> No
     def confidence(context: Any, seen: Any, acceptance: Any) -> list[float]:
         if len(context) == 2:  # prompt and first token
             return [0.4]
-        return [5.0 if context[2] == 0 else -5.0]  # what the other twin is about to draw
+        return [5.0 if context[2] == 0 else -5.0]  # what the other one is about to draw
 
     drafter = EvenDrafter(Coin(2), limits, gamma=1, confidence=confidence)
     table = step_table(lambda count: {1: 10.0, 2: 10.0, 3: 14.0, 4: 14.0}.get(count, 30.0))
@@ -166,7 +189,7 @@ def toss(config: SchedulerConfig, num_tosses: int) -> float:
     return heads / num_tosses
 
 
-@pytest.mark.parametrize("mode", ["early_stop", "lagged_budget", "threshold", "fixed"])
+@pytest.mark.parametrize("mode", ["early_stop", "lagged_budget", "auto", "threshold", "fixed"])
 def test_the_papers_counterexample_gives_the_targets_distribution(mode: Any) -> None:
     """1500 tosses, standard deviation 0.0118: 0.7 within 4 of them (false failure 6e-5); the bias would give 0.85."""
     config = SchedulerConfig(mode, threshold=0.9 if mode == "threshold" else None)

@@ -1,4 +1,5 @@
-"""The target distribution: against transformers' own processors, against a plain reference, on numpy and torch alike."""
+"""The target distribution: against transformers' own processors, against a plain reference,
+on numpy and torch alike."""
 
 from __future__ import annotations
 

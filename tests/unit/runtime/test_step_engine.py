@@ -64,7 +64,8 @@ def test_one_call_gives_what_three_give(seed: int, table: StepTable, confidence:
 
 
 def test_the_workloads_meet_every_case() -> None:
-    """Twins, requests that do not draft beside others that do, prompt chunks beside drafts, and budgets in between."""
+    """Duplicates, requests that do not draft beside others that do, prompt chunks beside drafts,
+    and budgets in between."""
     parts = Parts(table=STAIRS)
     for seed in range(3):
         play(parts, seed)
@@ -167,7 +168,7 @@ def test_the_distribution_is_the_targets_with_a_drafter_that_is_bad_on_purpose()
 
 
 def test_the_distribution_is_the_targets_with_equal_seeds_side_by_side() -> None:
-    assert_lossless(LAGGED, SAMPLED, fused=True, twins=True, skill=0.5, confidence=capricious_confidence)
+    assert_lossless(LAGGED, SAMPLED, fused=True, duplicates=True, skill=0.5, confidence=capricious_confidence)
 
 
 def test_the_distribution_is_the_targets_with_processors_and_eos_inside_blocks() -> None:

@@ -63,9 +63,9 @@ def test_a_device_that_selects_wrongly_fails_its_requests(
     edit: Callable[[np.ndarray], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = Parts(skill=-1.0)
-    parts.submit(*(request(name, temperature=1.0, seed=7, ignore_eos=True) for name in ("a", "twin")))
+    parts.submit(*(request(name, temperature=1.0, seed=7, ignore_eos=True) for name in ("a", "duplicate")))
     parts.submit(request("b", (5, 6), ignore_eos=True))
-    parts.step(4)  # by now the twins are verified in full and the third not at all
+    parts.step(4)  # by now the duplicates are verified in full and the third not at all
     parts.step_engine.edit_verify_lens = edit
     with caplog.at_level(logging.ERROR):
         parts.step()
@@ -78,7 +78,8 @@ def test_a_device_that_selects_wrongly_fails_its_requests(
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_a_drafter_gone_mad_changes_no_output(poison: float) -> None:
-    """D27: ids that are no tokens were verified before the host saw them; they, and all behind them, count as not proposed."""
+    """D27: ids that are no tokens were verified before the host saw them;
+    they, and all behind them, count as not proposed."""
     parts = Parts(table=FLAT)
 
     def poison_output(batch: DraftBatch, output: DraftOutput) -> None:

@@ -1,4 +1,5 @@
-"""The loop on engines whose arrays are PyTorch tensors gives what it gives on NumPy arrays, and needs no PyTorch itself."""
+"""The loop on engines whose arrays are PyTorch tensors gives what it gives on NumPy arrays,
+and needs no PyTorch itself."""
 
 from __future__ import annotations
 

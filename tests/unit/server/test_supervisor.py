@@ -1,5 +1,5 @@
-"""Start and stop of a server process. The stand-in on PATH behaves like tritonserver at its worst; the real one is tested
-in tests/triton."""
+"""Start and stop of a server process. The stand-in on PATH behaves like tritonserver at its worst; the real one is
+tested in tests/triton."""
 
 from __future__ import annotations
 

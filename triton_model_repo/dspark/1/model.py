@@ -39,7 +39,11 @@ class _Reply:
         self._sender = sender
 
     def send(self, tensors, *, is_last):
-        response = pb.InferenceResponse([pb.Tensor(name, array) for name, array in tensors.items()])
+        # Held until the call is back: it drops outputs that nobody asked for without the interpreter's lock, and where
+        # that
+        # is the last reference to an array the stub frees it so (a segmentation fault under CPython 3.12).
+        outputs = [pb.Tensor(name, array) for name, array in tensors.items()]
+        response = pb.InferenceResponse(outputs)
         self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0)
 
     def fail(self, failure, message):

@@ -14,16 +14,16 @@ from dspark_trt_plugins.registry import register_plugins, unregister_plugins
 from onnx.inliner import inline_local_functions
 
 from dspark_trt.contract import bindings
+from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, compile_kernels, metadata_of, open_graphs
 from dspark_trt.engines.tensorrt.compiler.memory import check_memory, weight_bytes
 from dspark_trt.engines.tensorrt.compiler.network import check_layers, count_layers, parse_graph
 from dspark_trt.engines.tensorrt.compiler.profiles import Profile, graph_inputs, graph_profiles
-from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor, Progress
+from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor
 from dspark_trt.engines.tensorrt.compiler.targets import compile_targets
-from dspark_trt.engines.tensorrt.facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
 from dspark_trt.engines.tensorrt.library import LIBRARIES, BuildLog, Library, check_library, import_library
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
-from dspark_trt.log import get_logger
+from dspark_trt.log import Progress, get_logger
 
 __all__ = ["ENGINE_SUFFIX", "TIMING_CACHE", "CompileSettings", "check_library", "compile_graphs"]
 
@@ -55,11 +55,11 @@ def compile_graphs(
 ) -> None:
     """Compile the graphs of the folder `graphs`; each gets `{graph}.engine` and `{graph}.json` in `folder`.
 
-    Where the package measures tactics, `folder` also gets `timing.cache`. `progress` is told the fraction of the work that is
-    done.
+    Where the package measures tactics, `folder` also gets `timing.cache`. `progress` is told the fraction of the work
+    that is done.
 
-    Raises EnvironmentMissingError when a package, a driver or a GPU is missing, EngineBuildError when the GPU is of the wrong
-    kind, memory cannot suffice, or a graph cannot be compiled as it is written.
+    Raises EnvironmentMissingError when a package, a driver or a GPU is missing, EngineBuildError when the GPU is of the
+    wrong kind, memory cannot suffice, or a graph cannot be compiled as it is written.
     """
     compiler = GraphCompiler(settings, folder)
     opened = open_graphs(graphs)
@@ -94,8 +94,8 @@ class GraphCompiler:
             self._builder = trt.Builder(self.log.logger)
         except TypeError as error:  # the factory gave nothing
             raise EnvironmentMissingError(
-                f"{settings.library} cannot start: {'; '.join(self.log.take()) or error}; it needs the NVIDIA driver of a "
-                "GPU: see `dspark-trt doctor`"
+                f"{settings.library} cannot start: {'; '.join(self.log.take()) or error}; it needs the NVIDIA driver "
+                "of a GPU: see `dspark-trt doctor`"
             ) from None
         self._timings = b""
         if settings.known_timings is not None and settings.known_timings.is_file():
@@ -132,13 +132,14 @@ class GraphCompiler:
         if engine is None:
             raise EngineBuildError(
                 f"{graph}: {settings.library} {trt.__version__} cannot compile the graph for SM "
-                f"{' '.join(map(str, self.targets.sms))}: {'; '.join(problems) or 'it gives no reason'}; if memory was short "
-                f"lower --max-slots or --max-seq-len, else report this, with the version of {settings.library}"
+                f"{' '.join(map(str, self.targets.sms))}: {'; '.join(problems) or 'it gives no reason'}; if memory "
+                "was short lower --max-slots or --max-seq-len, else report this, with the version of "
+                f"{settings.library}"
             )
         if dropped := [problem for problem in problems if "Unused Input" in problem]:
             raise EngineBuildError(
-                f"{graph}: {settings.library} {trt.__version__} would not compute what the graph says: {'; '.join(dropped)}; "
-                f"report this, with the version of {settings.library}"
+                f"{graph}: {settings.library} {trt.__version__} would not compute what the graph says: "
+                f"{'; '.join(dropped)}; report this, with the version of {settings.library}"
             )
         with memoryview(engine) as data:
             engine_path(self._folder, graph).write_bytes(data)

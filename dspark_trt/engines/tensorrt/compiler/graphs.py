@@ -41,8 +41,8 @@ def open_graphs(folder: Path) -> OpenedGraphs:
     for graph, dims in ((bindings.TARGET_GRAPH, target), (bindings.DRAFT_GRAPH, drafter)):
         if dims.attention != "standard" or dims.element_type == "float32":
             raise EngineBuildError(
-                f"{folder / graph}: expected `standard` attention in bf16 or fp16, which is what TensorRT compiles, found "
-                f"{dims.attention} in {dims.element_type}; export the graphs for TensorRT"
+                f"{folder / graph}: expected `standard` attention in bf16 or fp16, which is what TensorRT compiles, "
+                f"found {dims.attention} in {dims.element_type}; export the graphs for TensorRT"
             )
     return OpenedGraphs(folder, models, target, drafter)
 
@@ -60,8 +60,8 @@ def compile_kernels(models: Iterable[onnx.ModelProto], sms: Sequence[int]) -> li
         from dspark_trt_plugins.compile import compile_operation
     except ImportError as error:
         raise EnvironmentMissingError(
-            f"the kernels of the plugins are compiled by the package triton, which cannot be imported ({error}); install it: "
-            f"{TRITON_FIX}"
+            f"the kernels of the plugins are compiled by the package triton, which cannot be imported ({error}); "
+            f"install it: {TRITON_FIX}"
         ) from None
     bundles: list[KernelBundle] = []
     try:

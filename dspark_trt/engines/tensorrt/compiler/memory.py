@@ -13,8 +13,8 @@ from dspark_trt.engines.tensorrt.library import LIBRARIES, Library
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.machine import cpu
 
-# Memory of the process while tensorrt_rtx 1.7.1 compiles: 3.0 GiB for 1.2 GB of weights, 1.8 GiB for 0.27 GB (measured). That of
-# `tensorrt` was not measured and is taken to be the same.
+# Memory of the process while tensorrt_rtx 1.7.1 compiles: 3.0 GiB for 1.2 GB of weights, 1.8 GiB for 0.27 GB
+# (measured). That of `tensorrt` was not measured and is taken to be the same.
 HOST_BYTES_PER_WEIGHT_BYTE = 4
 HOST_RESERVE_BYTES = 3 << 28
 # CUDA context, modules and the compiler's workspace on the device; a guess on the safe side
@@ -68,8 +68,9 @@ def check_memory(
     if needed > found:
         raise EngineBuildError(
             f"compiling {largest} with {library} is estimated to need {_gib(needed)} of host memory "
-            f"({_gib(HOST_RESERVE_BYTES)} and {HOST_BYTES_PER_WEIGHT_BYTE} times its weights of {_gib(weights[largest])}), and this "
-            f"machine has {_gib(found)}; build on a machine with more memory, or take a smaller target"
+            f"({_gib(HOST_RESERVE_BYTES)} and {HOST_BYTES_PER_WEIGHT_BYTE} times its weights of "
+            f"{_gib(weights[largest])}), and this machine has {_gib(found)}; build on a machine with more memory, or "
+            "take a smaller target"
         )
     if device_bytes is None:
         assert LIBRARIES[library].takes_sms, "only such a package compiles for a GPU that is not here"
@@ -82,8 +83,9 @@ def check_memory(
     }
     if (needed := sum(parts.values())) > device_bytes:
         raise EngineBuildError(
-            f"the engines are estimated to need {_gib(needed)} of GPU memory ({_listed(parts.items())}), and this GPU has "
-            f"{_gib(device_bytes)}; lower --max-slots or --max-seq-len (KV caches), take a smaller target or a larger GPU"
+            f"the engines are estimated to need {_gib(needed)} of GPU memory ({_listed(parts.items())}), and this GPU "
+            f"has {_gib(device_bytes)}; lower --max-slots or --max-seq-len (KV caches), take a smaller target or a "
+            "larger GPU"
         )
 
 

@@ -1,7 +1,9 @@
-"""One ONNX graph as a TensorRT network, read strictly: what the parser would do otherwise than the graph says is an error.
+"""One ONNX graph as a TensorRT network, read strictly:
+what the parser would do otherwise than the graph says is an error.
 
-TensorRT's parser drops what it does not know with a warning at most, an attention input that it has no use for, for example, and
-the engine then computes something else. So an unexpected warning ends the build, and what is dropped is looked for besides.
+TensorRT's parser drops what it does not know with a warning at most, an attention input that it has no use for, for
+example, and the engine then computes something else. So an unexpected warning ends the build, and what is dropped is
+looked for besides.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ def parse_graph(trt: Any, builder: Any, model: onnx.ModelProto, path: Path, log:
     if not is_parsed or errors:
         raise EngineBuildError(
             f"{path.name}: {trt.__name__} {trt.__version__} cannot parse the graph: "
-            f"{'; '.join(errors or log.take()) or 'it gives no reason'}; report this, with the version of {trt.__name__}"
+            f"{'; '.join(errors or log.take()) or 'it gives no reason'}; report this, with the version of "
+            f"{trt.__name__}"
         )
     if problems := log.take():
         raise EngineBuildError(
-            f"{path.name}: {trt.__name__} {trt.__version__} would not compute what the graph says: expected no warning of "
-            f"the parser, found: {'; '.join(problems)}; report this, with the version of {trt.__name__}"
+            f"{path.name}: {trt.__name__} {trt.__version__} would not compute what the graph says: expected no "
+            f"warning of the parser, found: {'; '.join(problems)}; report this, with the version of {trt.__name__}"
         )
     return network
 
@@ -54,16 +57,16 @@ def count_layers(network: Any) -> dict[str, int]:
 def check_layers(network: Any, model: onnx.ModelProto, graph: str, *, use_plugins: bool) -> None:
     """Whether the network computes what the graph says, and caches are written in place.
 
-    Raises EngineBuildError when an input is read by no layer, Attention is asked for what TensorRT does not do, a node of the
-    plugins became something else, or a cache output is not its input's memory.
+    Raises EngineBuildError when an input is read by no layer, Attention is asked for what TensorRT does not do, a node
+    of the plugins became something else, or a cache output is not its input's memory.
     """
     _check_inputs(network, model, graph)
     nodes = [node for node in model.graph.node if node.domain == NAMESPACE]
     num_plugins = count_layers(network).get(_PLUGIN_LAYER, 0)
     if num_plugins != (len(nodes) if use_plugins else 0):
         raise EngineBuildError(
-            f"{graph}: expected {len(nodes) if use_plugins else 'no'} plugin layers for {[node.name for node in nodes]}, "
-            f"found {num_plugins}; export the graph again"
+            f"{graph}: expected {len(nodes) if use_plugins else 'no'} plugin layers for "
+            f"{[node.name for node in nodes]}, found {num_plugins}; export the graph again"
         )
     updated = set()
     for index in range(network.num_layers):
@@ -80,14 +83,14 @@ def check_layers(network: Any, model: onnx.ModelProto, graph: str, *, use_plugin
     if not (updated == scattered == expected):
         wrong = sorted(updated ^ expected) or sorted(scattered ^ expected)
         raise EngineBuildError(
-            f"{graph}: expected every cache to be updated in place, found {len(updated)} updates for {len(expected)} caches, "
-            f"different for {wrong[:2]}; export the graph again"
+            f"{graph}: expected every cache to be updated in place, found {len(updated)} updates for {len(expected)} "
+            f"caches, different for {wrong[:2]}; export the graph again"
         )
 
 
 def _check_inputs(network: Any, model: onnx.ModelProto, graph: str) -> None:
-    """What the parser of TensorRT 11 and TensorRT-RTX 1.7 drops of Attention: all inputs behind the mask, and the alignment of
-    is_causal where queries and keys are not equally many.
+    """What the parser of TensorRT 11 and TensorRT-RTX 1.7 drops of Attention: all inputs behind the mask, and the
+    alignment of is_causal where queries and keys are not equally many.
     """
     for node in model.graph.node:
         if node.op_type == "Attention":
@@ -95,8 +98,8 @@ def _check_inputs(network: Any, model: onnx.ModelProto, graph: str) -> None:
             dropped += [attribute.name for attribute in node.attribute if attribute.name == "is_causal" and attribute.i]
             if dropped:
                 raise EngineBuildError(
-                    f"{graph}: {node.name}: expected Attention with a mask alone, found {dropped}, which TensorRT would not "
-                    "compute as the graph says; export the graph again"
+                    f"{graph}: {node.name}: expected Attention with a mask alone, found {dropped}, which TensorRT "
+                    "would not compute as the graph says; export the graph again"
                 )
     layers = [network.get_layer(index) for index in range(network.num_layers)]
     read = {
@@ -105,8 +108,8 @@ def _check_inputs(network: Any, model: onnx.ModelProto, graph: str) -> None:
     inputs = [network.get_input(index).name for index in range(network.num_inputs)]
     if unread := [name for name in inputs if name not in read]:
         raise EngineBuildError(
-            f"{graph}: expected every input to be used, found that no layer reads {unread}: TensorRT would not compute what the "
-            "graph says; export the graph again"
+            f"{graph}: expected every input to be used, found that no layer reads {unread}: TensorRT would not "
+            "compute what the graph says; export the graph again"
         )
 
 

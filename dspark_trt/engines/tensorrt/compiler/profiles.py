@@ -1,10 +1,10 @@
 """Optimisation profiles: the extents that each graph is compiled for, and which profile serves a call.
 
-A compiler tunes for the usual extents of a profile and takes memory for the largest. The more a profile fixes, the better
-its kernels fit; so the tight profiles come first and the widest one, which serves every call, last.
+A compiler tunes for the usual extents of a profile and takes memory for the largest. The more a profile fixes, the
+better its kernels fit; so the tight profiles come first and the widest one, which serves every call, last.
 
-Shape letters as in `bindings`: `T` packed tokens, `L` logit rows, `R` requests, `G` gamma; `B` KV rows and `S` padded query
-length of a row group.
+Shape letters as in `bindings`: `T` packed tokens, `L` logit rows, `R` requests, `G` gamma; `B` KV rows and `S` padded
+query length of a row group.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def graph_inputs(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[
 def graph_profiles(graph: str, limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     """The profiles of one of GRAPHS, the tightest first.
 
-    The runtime pads within the limits (device_buckets): tokens never exceed max_batch_tokens, nor requests and rows max_slots.
+    The runtime pads within the limits (device/buckets): tokens never exceed max_batch_tokens, nor requests and rows
+    max_slots.
     """
     return {
         bindings.TARGET_GRAPH: _target,

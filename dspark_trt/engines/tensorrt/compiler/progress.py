@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-Progress = Callable[[float], None]
+from dspark_trt.log import Progress
 
 
 class BuildMonitor:
-    """Follows one build. Phases nest: one inside of another is a part of that one's current step; one phase is outermost."""
+    """Follows one build. Phases nest: one inside of another is a part of that one's current step;
+    one phase is outermost."""
 
     def __init__(self, trt: Any, progress: Progress) -> None:
         running: dict[str, tuple[float, float]] = {}  # begin of the current step and width of every step

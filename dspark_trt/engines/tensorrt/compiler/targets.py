@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dspark_trt.engines.tensorrt.library import LIBRARIES, Library, check_sms, kernel_sm
+from dspark_trt_plugins.bundle import kernel_sm
+
+from dspark_trt.engines.tensorrt.library import LIBRARIES, Library, check_sms
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine.gpu import Gpu, look_for_gpu
 
@@ -21,8 +23,8 @@ class CompileTargets:
 def compile_targets(library: Library, sms: tuple[int, ...], *, use_plugins: bool) -> CompileTargets:
     """Resolve `sms`, empty for the GPU here.
 
-    Raises EnvironmentMissingError when a GPU is needed and there is none, EngineBuildError when the package does not compile
-    for one of the architectures.
+    Raises EnvironmentMissingError when a GPU is needed and there is none, EngineBuildError when the package does not
+    compile for one of the architectures.
     """
     if sms and LIBRARIES[library].takes_sms:
         return _targets(library, tuple(sorted(set(sms))), None, use_plugins)
@@ -34,8 +36,8 @@ def compile_targets(library: Library, sms: tuple[int, ...], *, use_plugins: bool
         )
     if sms and set(sms) != {gpu.sm}:
         raise EngineBuildError(
-            f"{library} compiles for the GPU that it runs on, {gpu}, and not for SM {' '.join(map(str, sms))}; build on the "
-            "GPU that will serve"
+            f"{library} compiles for the GPU that it runs on, {gpu}, and not for SM {' '.join(map(str, sms))}; build "
+            "on the GPU that will serve"
         )
     return _targets(library, (gpu.sm,), gpu.memory_bytes, use_plugins)
 

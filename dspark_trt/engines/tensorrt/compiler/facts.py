@@ -1,4 +1,5 @@
-"""`{graph}.json` beside `{graph}.engine`: what an engine was compiled from, with and for, read back when it is opened."""
+"""`{graph}.json` beside `{graph}.engine`:
+what an engine was compiled from, with and for, read back when it is opened."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class EngineFacts(BaseModel):
 
 
 def engine_path(folder: Path, graph: str) -> Path:
-    """Where the engine of one of tensorrt_profiles.GRAPHS stands."""
+    """Where the engine of one of profiles.GRAPHS stands."""
     return (folder / graph).with_suffix(ENGINE_SUFFIX)
 
 

@@ -1,0 +1,46 @@
+"""Files and folders that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def replace_folder(destination: Path) -> Iterator[Path]:
+    """A scratch folder beside `destination` that takes its place when the block ends well and vanishes when it does
+    not."""
+    scratch = _scratch(destination)
+    remove_partial(destination)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        if destination.exists():
+            destination.rename(_retired(destination))
+        scratch.rename(destination)
+    finally:
+        remove_partial(destination)
+
+
+def remove_partial(destination: Path) -> None:
+    """Clear what an interrupted run left behind."""
+    for folder in (_scratch(destination), _retired(destination)):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _scratch(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.partial")
+
+
+def _retired(destination: Path) -> Path:
+    """Where the old folder waits for its removal, so that no folder under its own name is ever half removed."""
+    return destination.with_name(f".{destination.name}.old.partial")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    scratch = path.with_name(f".{path.name}.partial")
+    scratch.write_text(text)
+    os.replace(scratch, path)

@@ -1,0 +1,88 @@
+"""The bundled server under every Python that it has a stub for and that is found here, and the refusal under others.
+
+Its stub drops outputs that nobody asked for without the interpreter's lock; under CPython 3.12 that ended it at the
+first answer, where the engine's model held no reference of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.support.factories import write_drafter, write_target
+
+ROOT = Path(__file__).parents[2]
+PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+
+pytestmark = pytest.mark.triton
+
+
+def interpreters(version: str) -> list[str]:
+    """Those of this version on PATH and of pyenv that start."""
+    candidates = [shutil.which(f"python{version}"), *map(str, sorted(PYENV.glob(f"{version}.*/bin/python")))]
+    works = [
+        path
+        for path in dict.fromkeys(candidates)
+        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0
+    ]
+    return list({os.path.realpath(path): path for path in works}.values())
+
+
+@pytest.mark.parametrize("python", interpreters("3.12"))
+def test_bundled_server_answers_under_python_3_12(python: str, tmp_path: Path) -> None:
+    subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
+    clone = tmp_path / "clone"  # an installation writes beside the sources
+    shutil.copytree(
+        ROOT, clone, ignore=shutil.ignore_patterns(".*", "build", "*.egg-info", "perf", "node_modules", "__pycache__")
+    )
+    install = [tmp_path / "venv/bin/pip", "install", "-q", f"{clone}[onnxruntime]"]
+    subprocess.run(install, check=True, timeout=500)
+    target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
+    drafter = write_drafter(tmp_path / "drafter", target)
+    command, output = str(tmp_path / "venv/bin/dspark-trt"), str(tmp_path / "out")
+    limits = ["--max-slots", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
+    subprocess.run(
+        [command, "build", "--target", target, "--drafter", drafter, "--output", output, *limits],
+        check=True,
+        cwd=tmp_path,
+    )
+    ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
+    server = subprocess.Popen(
+        [command, "serve", output, *ports], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert server.stdout is not None
+        ready = server.stdout.readline()
+        assert ready.startswith("ready: "), ready
+        for _ in range(3):
+            answer = ask(ready.split()[1], {"text_input": "a b", "max_tokens": 5})
+            assert answer["num_output_tokens"] == 5
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.wait(timeout=60)
+
+
+def ask(url: str, request: dict[str, object]) -> dict[str, object]:
+    body = json.dumps(request).encode()
+    with urllib.request.urlopen(f"{url}/v2/models/ensemble/generate", body, timeout=60) as response:
+        return dict(json.load(response))
+
+
+@pytest.mark.parametrize("python", interpreters("3.13"))
+def test_python_3_13_is_refused_in_words(python: str) -> None:
+    code = (
+        "import shutil; shutil.which = lambda name: None\n"
+        "from dspark_trt.errors import DSparkError\n"
+        "from dspark_trt.server.server_tree import find_server\n"
+        "try: find_server()\n"
+        "except DSparkError as error: print(error)"
+    )
+    said = subprocess.run([python, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "expected Python 3.12 or older, found 3.13" in said
