@@ -24,6 +24,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 SETTINGS_FILE = "text.json"
 
 Message = Mapping[str, Any]
+_END_MARK = "\N{INVISIBLE SEPARATOR}\N{WORD JOINER}\N{INVISIBLE SEPARATOR}"  # behind a message that is continued
 
 
 class TextSettings(BaseModel):
@@ -34,7 +35,6 @@ class TextSettings(BaseModel):
     special_tokens: dict[str, str | list[str]] = Field(
         default_factory=dict
     )  # bos_token, eos_token, ... for the template
-    eos_token_ids: tuple[int, ...] = ()
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)  # defaults of every render, e.g. enable_thinking
 
 
@@ -61,10 +61,6 @@ class TextCodec:
             raise ManifestError(f"{folder}: the tokenizer cannot be opened ({error}); run the build again") from None
         except Exception as error:  # tokenizers raises plain Exception
             raise ManifestError(f"{folder / TOKENIZER_FILE} cannot be read ({error}); run the build again") from None
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        return self._settings.eos_token_ids
 
     @cached_property
     def vocab_size(self) -> int:
@@ -96,7 +92,7 @@ class TextCodec:
         """Messages ({"role": ..., "content": ...}) as the text that the model was trained on.
 
         `kwargs` go to the template and override the stored ones; `add_generation_prompt` is true unless they say
-        otherwise.
+        otherwise. With `continue_final_message` the text ends inside of the last message, which the model goes on with.
         Raises RequestError when there is no template, or when the template refuses the messages.
         """
         if self._template is None:
@@ -105,6 +101,15 @@ class TextCodec:
             raise RequestError("messages: expected a non-empty list of objects with role and content")
         if "messages" in kwargs:
             raise RequestError("chat_template_kwargs: 'messages' is the chat itself; leave it out")
+        is_continued = bool(kwargs.pop("continue_final_message", False))
+        if is_continued and kwargs.get("add_generation_prompt"):
+            raise RequestError(
+                "continue_final_message, add_generation_prompt: expected one of them; a turn is continued or begun"
+            )
+        chat = [_as_templates_expect(message) for message in messages]
+        if is_continued:
+            kwargs["add_generation_prompt"] = False
+            chat[-1]["content"] = f"{chat[-1]['content']}{_END_MARK}"
         variables = {
             "tools": None,  # templates ask `tools is not none`, which an undefined name would answer with yes
             "documents": None,
@@ -112,12 +117,18 @@ class TextCodec:
             **self._settings.special_tokens,
             **self._settings.chat_template_kwargs,
             **kwargs,
-            "messages": [{key: value for key, value in message.items() if value is not None} for message in messages],
+            "messages": chat,
         }
         try:
-            return self._template.render(variables)
+            text = self._template.render(variables)
         except Exception as error:  # what a template raises depends on the template
             raise RequestError(f"the chat template does not accept these messages: {error}") from None
+        if not is_continued:
+            return text
+        before, mark, _ = text.rpartition(_END_MARK)
+        if not mark:
+            raise RequestError("continue_final_message: the chat template does not show the text of the last message")
+        return before
 
     def encode_chat(self, messages: Sequence[Message], /, **kwargs: Any) -> list[int]:
         """The ids of a rendered chat; the template writes BOS itself, so none is added."""
@@ -130,6 +141,34 @@ class TextCodec:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; an incomplete UTF-8 character at an end becomes U+FFFD, an id that is no token nothing."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def _as_templates_expect(message: Message) -> dict[str, Any]:
+    """Clients and templates differ in how they write the same message.
+
+    Templates read arguments of a tool call as an object, OpenAI's API has them as JSON text; a null content is an empty
+    text; reasoning goes by two names. Other keys that are null are left out.
+    """
+    plain = {key: value for key, value in message.items() if value is not None}
+    plain.setdefault("content", "")
+    reasoning = plain.get("reasoning_content", plain.get("reasoning"))
+    if reasoning is not None:
+        plain |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if isinstance(calls := plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_with_object_arguments(call) for call in calls]
+    return plain
+
+
+def _with_object_arguments(call: Any) -> Any:
+    if not isinstance(call, Mapping):
+        return call
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _with_object_arguments(function)}
+    try:
+        arguments = json.loads(call.get("arguments", ""))
+    except (TypeError, ValueError, RecursionError):  # an object already, or a text that is none
+        return call
+    return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
 
 
 class _Generation(Extension):

@@ -32,7 +32,7 @@ from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 from torch_plugins import Tensors, torch_markov_head, torch_prefix_select
 
 HEAD_FORMS = ("smollm2-135m", "qwen3-8b", "qwen3-8b-bfloat16-logits", "qwen3-8b-top-2048", "qwen3-8b-rnn")
-SELECT_FORMS = ("prefix-select-lagged-budget", "prefix-select-early-stop")
+SELECT_FORMS = ("prefix-select",)
 ATTENTION_FORMS = ("row-attention-qwen3-8b", "row-attention-smollm2-135m")
 PROMPT_FORMS = ("row-attention-qwen3-8b-prompts",)  # one chunk of a whole step
 LIVE_POSITIONS = (256, 1024, 4096)  # of a capacity of 4608
@@ -40,7 +40,6 @@ LIVE_POSITIONS_OF_PROMPTS = (512, 4096)
 NUM_REQUESTS = (1, 8, 32, 64)
 COPY_BYTES = 2**31
 WARMUP_RUNS, TIMED_RUNS = 5, 30
-MAX_STEP_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,7 @@ def floor_bytes(operation: Operation, num_requests: int, num_live: int = 0) -> i
     if isinstance(operation, RowAttentionOperation):
         return attention_floor_bytes(operation, num_requests, num_live)
     if isinstance(operation, PrefixSelectOperation):
-        extents = {"R": num_requests, "B": num_requests, "T": _num_packed(operation.form, num_requests), "S": 1}
+        extents = {"R": num_requests, "B": num_requests, "T": _num_packed(operation.form, num_requests)}
         return sum(tensor.num_bytes(extents) for tensor in (*operation.inputs, *operation.outputs))
     assert isinstance(operation, MarkovHeadOperation)
     form, extents = operation.form, {"R": num_requests}
@@ -100,7 +99,7 @@ def _num_packed(form: PrefixSelectForm, num_requests: int) -> int:
 def _select_inputs(operation: PrefixSelectOperation, num_requests: int, device: str) -> Tensors:
     torch.manual_seed(0)
     gamma, rows = operation.form.gamma, torch.arange(num_requests, device=device)
-    every = {
+    return {
         "confidence_logits": torch.randn(num_requests, gamma, device=device) + 1,
         "temperatures": torch.ones(gamma, device=device),
         "caps": torch.full((num_requests,), gamma, device=device),
@@ -113,10 +112,7 @@ def _select_inputs(operation: PrefixSelectOperation, num_requests: int, device: 
         "row_query_lengths": torch.ones(num_requests, dtype=torch.int64, device=device),
         "token_index": torch.arange(_num_packed(operation.form, num_requests), device=device),
         "num_admitted": torch.tensor([num_requests * gamma // 2], device=device),
-        "prefill_tokens": torch.zeros(1, dtype=torch.int64, device=device),
-        "step_ms": torch.linspace(5, 40, MAX_STEP_TOKENS, device=device),
     }
-    return {tensor.name: every[tensor.name] for tensor in operation.inputs}
 
 
 def median_us(run: Callable[[], Any]) -> float:

@@ -85,19 +85,8 @@ def torch_prefix_select(form: PrefixSelectForm, inputs: Mapping[str, torch.Tenso
     keys = torch.where(is_offered, survival, -1.0).T.flatten()
     ranked, order = keys.sort(descending=True, stable=True)
     rank = torch.arange(len(keys), device=caps.device)
-    if form.mode == "lagged_budget":
-        admitted = inputs["num_admitted"]
-    else:
-        forced_caps = torch.where(is_forced, caps, 0)
-        expected = len(caps) + torch.where(slots < forced_caps[:, None], survival, 0.0).sum()
-        gains = ranked.clamp(min=0)
-        after = expected + gains.cumsum(dim=0)
-        first = inputs["prefill_tokens"] + len(caps) + forced_caps.sum()
-        at = (first + rank).clamp(max=len(inputs["step_ms"]) - 2)
-        step_ms = inputs["step_ms"].double()
-        rises = (after / step_ms[at + 1] > (after - gains) / step_ms[at]) & (ranked >= 0)
-        admitted = torch.where(rises, len(keys), rank).min()
-    taken = torch.zeros_like(order).scatter(0, order, ((rank < admitted) & (ranked >= 0)).long())
+    is_taken = (rank < inputs["num_admitted"]) & (ranked >= 0)
+    taken = torch.zeros_like(order).scatter(0, order, is_taken.long())
     verify_len = torch.where(is_forced, caps, taken.view(form.gamma, -1).sum(dim=0))
     ends = (verify_len + 1).cumsum(dim=0)
     first_tokens = ends - verify_len - 1

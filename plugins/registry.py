@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import onnx
 from dspark_trt_plugins.bundle import KernelBundle
-from dspark_trt_plugins.markov_head import plugin as markov_head_plugin
-from dspark_trt_plugins.operation import NAMESPACE, VERSION, Operation
-from dspark_trt_plugins.prefix_select import plugin as prefix_select_plugin
-from dspark_trt_plugins.row_attention import plugin as row_attention_plugin
-from dspark_trt_plugins.trt_plugin import unregister
+from dspark_trt_plugins.markov_head.form import MarkovHeadForm
+from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
+from dspark_trt_plugins.operation import NAMESPACE, VERSION, Operation, form_from_attributes
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
+from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
+from dspark_trt_plugins.row_attention.form import RowAttentionForm
+from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
+from dspark_trt_plugins.trt_plugin import register, unregister
 
-_PLUGINS: Mapping[str, ModuleType] = {
-    plugin.NAME: plugin for plugin in (markov_head_plugin, prefix_select_plugin, row_attention_plugin)
+# the form and the operation of it, by the type of the node
+_KINDS: Mapping[str, tuple[type[Any], Callable[[Any], Operation]]] = {
+    "MarkovHead": (MarkovHeadForm, MarkovHeadOperation),
+    "PrefixSelect": (PrefixSelectForm, PrefixSelectOperation),
+    "RowAttention": (RowAttentionForm, RowAttentionOperation),
 }
 _NOT_OF_THE_FORM = {"plugin_namespace", "plugin_version"}
+
+
+def operation_of(name: str, attributes: Mapping[str, int | str]) -> Operation:
+    """The operation of a node of type `name`. Raises ValueError when the attributes are not those of a form."""
+    form_type, make = _KINDS[name]
+    return make(form_from_attributes(form_type, attributes))
 
 
 def operations_in(model: onnx.ModelProto) -> list[Operation]:
@@ -31,9 +43,9 @@ def operations_in(model: onnx.ModelProto) -> list[Operation]:
             continue
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         version = attributes.get("plugin_version", b"").decode()
-        if node.op_type not in _PLUGINS or version != VERSION:
+        if node.op_type not in _KINDS or version != VERSION:
             raise ValueError(
-                f"node {node.name}: expected {NAMESPACE}::{' or '.join(_PLUGINS)} of version {VERSION}, found "
+                f"node {node.name}: expected {NAMESPACE}::{' or '.join(_KINDS)} of version {VERSION}, found "
                 f"{NAMESPACE}::{node.op_type} of version {version!r}; export the graph again"
             )
         form = {
@@ -41,7 +53,7 @@ def operations_in(model: onnx.ModelProto) -> list[Operation]:
             for name, value in attributes.items()
             if name not in _NOT_OF_THE_FORM
         }
-        operation = _PLUGINS[node.op_type].operation(form)
+        operation = operation_of(node.op_type, form)
         if operation not in operations:  # layers share their form
             operations.append(operation)
     return operations
@@ -61,11 +73,12 @@ def check_kernels(model: onnx.ModelProto, bundles: Sequence[KernelBundle]) -> No
 
 def register_plugins(trt: Any, bundles: Sequence[KernelBundle] = ()) -> None:
     """Let `trt` make all plugins. Running an engine needs no bundles; before parsing a graph call `check_kernels`."""
-    for name, plugin in _PLUGINS.items():
-        plugin.register(trt, [bundle for bundle in bundles if bundle.operation == name])
+    for name, (form_type, _) in _KINDS.items():
+        of_name = [bundle for bundle in bundles if bundle.operation == name]
+        register(trt, name, form_type, partial(operation_of, name), of_name)
 
 
 def unregister_plugins(trt: Any) -> None:
     """From now on the parser inlines the function bodies."""
-    for name in _PLUGINS:
+    for name in _KINDS:
         unregister(trt, name)

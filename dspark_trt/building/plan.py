@@ -22,8 +22,8 @@ from dspark_trt.checkpoints.target import read_target_spec
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import CapacityError
-from dspark_trt.graphs.files import check_limits
 from dspark_trt.graphs.heads import check_top_n
+from dspark_trt.graphs.limits import check_limits
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu, look_for_gpu
 

@@ -23,8 +23,8 @@ from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import open_engines
 from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
-from dspark_trt.graphs.files import check_limits
 from dspark_trt.graphs.heads import check_top_n
+from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.select import write_select_graph
 from dspark_trt.graphs.target import write_target_graph
 from dspark_trt.log import Progress

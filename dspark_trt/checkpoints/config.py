@@ -8,20 +8,29 @@ silently.
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from dspark_trt.checkpoints.layout import check_sizes
 from dspark_trt.checkpoints.opening import check_file
-from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, rope_spec
+from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, WholeNumber, reach, rope_spec
 from dspark_trt.checkpoints.spec import DecoderSpec, GenerationDefaults, RopeSpec
 from dspark_trt.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
 Family = Literal["llama", "qwen3"]
 
-_QWEN3_HEAD_DIM = 128  # what the format says when head_dim is not written
+# What the format says when a key is not written: the defaults of transformers' configuration classes.
+_QWEN3_HEAD_DIM = 128
+_RMS_NORM_EPS = 1e-6
+_MAX_POSITIONS: dict[Family, int] = {"llama": 2048, "qwen3": 32768}
+
+_MAX_FILE_BYTES = 1 << 27  # of a JSON file: the largest tokenizers have some 30 MB
 
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
@@ -68,7 +77,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 class DecoderConfig(BaseModel):
     """The keys that a decoder stack of the Llama and Qwen3 families is made from."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False)
 
     architectures: list[str] | None = None
     model_type: str
@@ -79,9 +88,9 @@ class DecoderConfig(BaseModel):
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt | None = None
     head_dim: PositiveInt | None = None
-    rms_norm_eps: PositiveFloat
-    max_position_embeddings: PositiveInt
-    original_max_position_embeddings: PositiveInt | None = None
+    rms_norm_eps: PositiveFloat = _RMS_NORM_EPS
+    max_position_embeddings: WholeNumber | None = None
+    original_max_position_embeddings: WholeNumber | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
@@ -99,12 +108,12 @@ class DecoderConfig(BaseModel):
 class GenerationConfig(BaseModel):
     """The keys of generation_config.json that become defaults of a request."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, strict=True)
+    model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
     do_sample: bool | None = None
     temperature: float | None = Field(default=None, ge=0)
-    top_k: int | None = Field(default=None, ge=0)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)  # -1 and 0: off
+    top_p: float | None = Field(default=None, ge=0, le=1)
     min_p: float | None = Field(default=None, ge=0, le=1)
     repetition_penalty: PositiveFloat | None = None
     eos_token_id: int | list[int] | None = None
@@ -112,10 +121,11 @@ class GenerationConfig(BaseModel):
     def defaults(self) -> GenerationDefaults:
         """Greedy unless `do_sample` is true. What the file does not state is off (transformers would take top_k 50)."""
         temperature = 1.0 if self.temperature is None else self.temperature
+        is_greedy = not self.do_sample or self.top_p == 0  # which leaves the most probable token alone
         return GenerationDefaults(
-            temperature=float(temperature) if self.do_sample else 0.0,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else float(self.top_p),
+            temperature=0.0 if is_greedy else float(temperature),
+            top_k=max(self.top_k or 0, 0),
+            top_p=float(self.top_p or 1.0),
             min_p=float(self.min_p or 0.0),
             repetition_penalty=float(self.repetition_penalty or 1.0),
         )
@@ -125,13 +135,17 @@ def read_json(path: Path) -> dict[str, Any]:
     """Raises CheckpointError when the file is absent, is not JSON or is not an object."""
     check_file(path)
     try:
+        if (size := path.stat().st_size) > _MAX_FILE_BYTES:
+            raise CheckpointError(f"{path}: {size} bytes are no configuration (expected {_MAX_FILE_BYTES} or fewer)")
         values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path.parent}: no {path.name}; expected a Hugging Face checkpoint folder (config.json, *.safetensors, "
             "tokenizer.json) or, for the target, the path of a .gguf file"
         ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error.strerror or error}); check the path") from None
+    except (ValueError, RecursionError) as error:  # of a number of thousands of digits, of thousands of brackets
         raise CheckpointError(f"{path}: not valid JSON ({error}); download the file again") from None
     if not isinstance(values, dict):
         raise CheckpointError(f"{path}: expected a JSON object, found {type(values).__name__}; download the file again")
@@ -139,9 +153,12 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse(model: type[Model], values: dict[str, Any], where: str, hints: dict[str, str] | None = None) -> Model:
-    """Validate `values`. Raises CheckpointError that names the key, what was found and what to do (from `hints`)."""
+    """Validate `values`; null is as good as absent.
+
+    Raises CheckpointError that names the key, what was found and what to do (from `hints`).
+    """
     try:
-        return model.model_validate(values)
+        return model.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
@@ -189,7 +206,9 @@ def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSp
     head_dim = config.head_dim or default_head_dim
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim = {head_dim} is odd; rotary embedding needs an even one")
-    return DecoderSpec(
+    max_positions = config.max_position_embeddings or _MAX_POSITIONS[family]
+    rope = _rope(config, max_positions, where)
+    decoder = DecoderSpec(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -198,28 +217,38 @@ def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSp
         head_dim=head_dim,
         vocab_size=config.vocab_size,
         rms_norm_eps=float(config.rms_norm_eps),
-        rope=_rope(config, where),
-        max_position_embeddings=config.max_position_embeddings,
+        rope=rope,
+        max_position_embeddings=reach(rope, max_positions),
         has_qk_norm=is_qwen3,
         has_qkv_bias=config.attention_bias,
         has_o_bias=config.attention_bias,
         has_mlp_bias=config.mlp_bias and not is_qwen3,  # a copied Llama key means nothing to Qwen3
     )
+    check_sizes(decoder, where)
+    return decoder
 
 
 def eos_token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
-    """Every end-of-sequence id of the given keys, in order, each once."""
+    """Every end-of-sequence id of the given keys, in order, each once; negative ones stand for none."""
     ids = [token for value in values for token in (value if isinstance(value, list) else [value]) if token is not None]
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(token for token in ids if token >= 0))
 
 
-def _rope(config: DecoderConfig, where: str) -> RopeSpec:
+def known_token(token: int | None, vocab_size: int, where: str) -> int | None:
+    """None for a token outside of the vocabulary, which was shrunk then: no text holds it."""
+    if token is None or 0 <= token < vocab_size:
+        return token
+    logger.warning("%s: token %d (bos_token_id) is outside the vocabulary of %d and left out", where, token, vocab_size)
+    return None
+
+
+def _rope(config: DecoderConfig, max_positions: int, where: str) -> RopeSpec:
     specs = [
         rope_spec(
             parameters,
             theta=config.rope_theta,
             original=config.original_max_position_embeddings,
-            max_position_embeddings=config.max_position_embeddings,
+            max_position_embeddings=max_positions,
             where=where,
         )
         for parameters in (config.rope_scaling, config.rope_parameters)

@@ -13,7 +13,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, read_json, refuse_unsupported
 from dspark_trt.checkpoints.drafter_format import refuse_other_formats
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes, is_equal
-from dspark_trt.checkpoints.locate import locate, source_files
+from dspark_trt.checkpoints.locate import locate
+from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, MarkovHeadType, TargetCheckpoint
 from dspark_trt.errors import CheckpointError
@@ -21,6 +22,7 @@ from dspark_trt.errors import CheckpointError
 _W1 = "markov_head.markov_w1.weight"
 _GATE, _JOINT = "markov_head.gate_proj.weight", "markov_head.joint_proj.weight"
 _CONFIDENCE, _CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
+_MAX_BLOCK = 1024  # beyond any drafter
 _HINTS = {
     "target_layer_ids": "it says which target layers the drafter was trained on, and no default is right for another "
     "drafter: take the value from the training configuration",
@@ -32,7 +34,7 @@ _HINTS = {
 class DrafterConfig(DecoderConfig):
     """config.json of a drafter: the decoder's keys and DeepSpec's."""
 
-    block_size: PositiveInt
+    block_size: int = Field(ge=1, le=_MAX_BLOCK)
     mask_token_id: NonNegativeInt
     target_layer_ids: list[int] = Field(min_length=1)
     num_target_layers: PositiveInt | None = None
@@ -53,12 +55,13 @@ def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = N
     folder = locate(source, revision)
     config, where = _read_config(folder), str(folder / "config.json")
     weights = open_safetensors(folder, rename=str)
+    refuse_quantised({}, weights.names(), str(folder))
     if config.tie_word_embeddings:
         _refuse_ambiguous_head(weights, target, where)
     weights = _without_shared(weights, target)
     spec = _spec(config, weights, where)
     check_tensors(weights, drafter_shapes(spec), str(folder))
-    return DrafterCheckpoint(spec, weights, source_files(folder))
+    return DrafterCheckpoint(spec, weights)
 
 
 def read_drafter_spec(source: str, revision: str | None = None) -> DrafterSpec:
@@ -92,6 +95,7 @@ def _read_config(folder: Path) -> DrafterConfig:
     where = str(folder / "config.json")
     values = read_json(folder / "config.json")
     refuse_other_formats(values, where)
+    refuse_quantised(values, (), where)
     refuse_unsupported(values, where, is_causal=False)
     return parse(DrafterConfig, values, where, _HINTS)
 

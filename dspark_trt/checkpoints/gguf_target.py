@@ -14,12 +14,15 @@ from typing import Any, Literal, cast
 import gguf
 import numpy as np
 
-from dspark_trt.checkpoints.config import eos_token_ids
+from dspark_trt.checkpoints.config import known_token
+from dspark_trt.checkpoints.gguf_header import check_header
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
-from dspark_trt.checkpoints.layout import HEAD, check_tensors, check_token_ids, target_shapes
+from dspark_trt.checkpoints.gguf_tokenizer import gguf_end_tokens, gguf_text
+from dspark_trt.checkpoints.layout import HEAD, check_sizes, check_tensors, check_token_ids, target_shapes
 from dspark_trt.checkpoints.opening import check_file
-from dspark_trt.checkpoints.rope import yarn_mscale
+from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies, reach, yarn_mscale
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec, TargetCheckpoint, TargetSpec, WeightStore
+from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
 from dspark_trt.errors import CheckpointError
 
 _FAMILIES = ("llama", "qwen3")
@@ -54,6 +57,7 @@ _LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 def open_gguf(path: Path) -> Any:
     """A gguf.GGUFReader. Raises CheckpointError for a truncated file, another format or one part of a split model."""
     check_file(path)
+    check_header(path)
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, OSError) as error:
@@ -66,9 +70,12 @@ def open_gguf(path: Path) -> Any:
 
 
 def field(reader: Any, key: str) -> Any:
-    """The value of a metadata key, or None."""
+    """The value of a metadata key, or None. Raises CheckpointError for a text that is not UTF-8."""
     entry = reader.get_field(key)
-    return None if entry is None else entry.contents()
+    try:
+        return None if entry is None else entry.contents()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"metadata {key} is not valid text ({error}); download the file again") from None
 
 
 def read_gguf_target(path: Path) -> TargetCheckpoint:
@@ -80,26 +87,34 @@ def read_gguf_target(path: Path) -> TargetCheckpoint:
     get = _hyperparameters(reader, family, path)
     tensors = {canonical_name(tensor.name): tensor for tensor in reader.tensors}
     rope_factors = tensors.pop(ROPE_FREQUENCIES, None)
-    decoder = _decoder(get, family, tensors, path)
+    try:
+        decoder = _decoder(get, family, tensors, path)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{path}: metadata of a wrong type ({error}); convert the model again") from None
     if rope_factors is not None:
         decoder = _with_rope_factors(decoder, gguf.dequantize(rope_factors.data, rope_factors.tensor_type), get, path)
+    text = _text(reader, path)
     spec = TargetSpec(
         family=cast(Literal["llama", "qwen3"], family),
         decoder=decoder,
         is_head_tied=HEAD not in tensors,
-        eos_token_ids=gguf_eos_token_ids(reader),
-        bos_token_id=field(reader, gguf.Keys.Tokenizer.BOS_ID),
+        eos_token_ids=end_token_ids({"the file": gguf_end_tokens(reader)}, text, str(path)),
+        bos_token_id=known_token(field(reader, gguf.Keys.Tokenizer.BOS_ID), decoder.vocab_size, str(path)),
     )
+    if text is not None:
+        check_vocabulary(text, decoder.vocab_size, str(path))
     weights: WeightStore = GgufStore(path, tensors, _permuted_heads(spec, tensors))
     check_tensors(weights, target_shapes(spec), str(path))
     check_token_ids(spec, str(path))
-    return TargetCheckpoint(spec, weights, (path,))
+    return TargetCheckpoint(spec, weights)
 
 
-def gguf_eos_token_ids(reader: Any) -> tuple[int, ...]:
-    """End of sequence, of turn and of message, as far as the file names them."""
-    keys = (gguf.Keys.Tokenizer.EOS_ID, gguf.Keys.Tokenizer.EOT_ID, gguf.Keys.Tokenizer.EOM_ID)
-    return eos_token_ids(*(field(reader, key) for key in keys))
+def _text(reader: Any, path: Path) -> TargetText | None:
+    """None where there is no tokenizer that is known: whoever needs it says what is wrong with it."""
+    try:
+        return gguf_text(reader, path)
+    except CheckpointError:
+        return None
 
 
 Getter = Callable[[str], Any]
@@ -132,6 +147,11 @@ def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> D
         return value
 
     hidden_size, num_heads = require("embedding_length"), require("attention.head_count")
+    if not all(isinstance(size, int) and size > 0 for size in (hidden_size, num_heads)):
+        raise CheckpointError(
+            f"{path}: embedding_length and attention.head_count: expected positive numbers, found {hidden_size} and "
+            f"{num_heads}; convert the model again"
+        )
     head_dim = get("attention.key_length") or hidden_size // num_heads
     for key in ("attention.value_length", "rope.dimension_count"):
         if get(key) not in (None, head_dim):
@@ -141,7 +161,8 @@ def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> D
     embedding = tensors.get("embed_tokens.weight")
     vocab_size = get("vocab_size") or (0 if embedding is None else int(embedding.shape[1]))
     context = require("context_length")
-    return DecoderSpec(
+    rope = _rope(get, context, path)
+    decoder = DecoderSpec(
         num_layers=require("block_count"),
         hidden_size=hidden_size,
         intermediate_size=require("feed_forward_length"),
@@ -150,13 +171,15 @@ def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> D
         head_dim=head_dim,
         vocab_size=vocab_size,
         rms_norm_eps=float(require("attention.layer_norm_rms_epsilon")),
-        rope=_rope(get, context, path),
-        max_position_embeddings=context,
+        rope=rope,
+        max_position_embeddings=reach(rope, context),
         has_qk_norm=family == "qwen3",
         has_qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
         has_o_bias="layers.0.self_attn.o_proj.bias" in tensors,
         has_mlp_bias="layers.0.mlp.gate_proj.bias" in tensors,
     )
+    check_sizes(decoder, str(path))
+    return decoder
 
 
 def _rope(get: Getter, context: int, path: Path) -> RopeSpec:
@@ -192,7 +215,16 @@ def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Pa
         return decoder
     factor = float(np.max(factors))
     original = get("rope.scaling.original_context_length") or _LLAMA3_ORIGINAL_CONTEXT
-    expected = _llama3_divisors(decoder.rope.theta, decoder.head_dim, factor, original)
+    rope = RopeSpec(
+        decoder.rope.theta,
+        "llama3",
+        factor=factor,
+        original_max_position_embeddings=original,
+        low_freq_factor=_LLAMA3_LOW,
+        high_freq_factor=_LLAMA3_HIGH,
+    )
+    plain = plain_frequencies(rope.theta, decoder.head_dim)
+    expected = plain / llama3_frequencies(rope, plain)
     if (
         decoder.rope.rope_type != "default"
         or factors.shape != expected.shape
@@ -203,22 +235,7 @@ def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Pa
             f"original context {original}, low {_LLAMA3_LOW} and high {_LLAMA3_HIGH}; use the model's Hugging Face "
             "checkpoint"
         )
-    rope = RopeSpec(
-        decoder.rope.theta,
-        "llama3",
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=_LLAMA3_LOW,
-        high_freq_factor=_LLAMA3_HIGH,
-    )
     return replace(decoder, rope=rope)
-
-
-def _llama3_divisors(theta: float, head_dim: int, factor: float, original: int) -> Any:
-    """By how much llama3 scaling divides each of the head_dim / 2 frequencies."""
-    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((original / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0, 1)
-    return 1 / ((1 - smooth) / factor + smooth)
 
 
 def _permuted_heads(spec: TargetSpec, tensors: dict[str, Any]) -> dict[str, int]:

@@ -18,11 +18,15 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Split
 from tokenizers.processors import TemplateProcessing
 
+from dspark_trt.checkpoints.target_text import SpecialTokens, TargetText
 from dspark_trt.errors import CheckpointError
 
 _KEYS = gguf.Keys.Tokenizer
 _CONTRACTIONS = "'s|'t|'re|'ve|'m|'ll|'d"
 _GPT2_WORDS = rf"{_CONTRACTIONS}| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|\s+(?!\S)"
+_END_NAMES = frozenset(
+    ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>")
+)
 _GPT4_WORDS = (
     rf"(?i:{_CONTRACTIONS})|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{DIGITS}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -82,19 +86,32 @@ def gguf_tokenizer(reader: Any, path: Path) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     _add_tokens(tokenizer, tokens, types)
     bos_id, adds_bos = _get(reader, _KEYS.BOS_ID), _get(reader, _KEYS.ADD_BOS)
-    if bos_id is not None and (kind.adds_bos if adds_bos is None else adds_bos):
+    if bos_id is not None and bos_id < len(tokens) and (kind.adds_bos if adds_bos is None else adds_bos):
         tokenizer.post_processor = TemplateProcessing(
             single=f"{tokens[bos_id]} $A", special_tokens=[(tokens[bos_id], bos_id)]
         )
     return tokenizer
 
 
-def gguf_chat_template(reader: Any) -> str | None:
-    template: str | None = _get(reader, _KEYS.CHAT_TEMPLATE)
-    return template
+def gguf_text(reader: Any, path: Path) -> TargetText:
+    """Raises CheckpointError as `gguf_tokenizer` does."""
+    return TargetText(gguf_tokenizer(reader, path), _get(reader, _KEYS.CHAT_TEMPLATE), _special_tokens(reader))
 
 
-def gguf_special_tokens(reader: Any) -> dict[str, str | list[str]]:
+def gguf_end_tokens(reader: Any) -> tuple[int, ...]:
+    """Those that keys of the file name, then control tokens whose own name says it, as llama.cpp has it."""
+    keys = (_KEYS.EOS_ID, _KEYS.EOT_ID, _KEYS.EOM_ID)
+    tokens, types = _get(reader, _KEYS.LIST) or [], _get(reader, _KEYS.TOKEN_TYPE) or []
+    named = (
+        index
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if token in _END_NAMES and kind == gguf.TokenType.CONTROL
+    )
+    stated = (token for key in keys if (token := _get(reader, key)) is not None)
+    return (*stated, *named)
+
+
+def _special_tokens(reader: Any) -> SpecialTokens:
     """The variables that a chat template may use."""
     tokens = _get(reader, _KEYS.LIST)
     keys = {
@@ -104,7 +121,7 @@ def gguf_special_tokens(reader: Any) -> dict[str, str | list[str]]:
         "pad_token": _KEYS.PAD_ID,
     }
     ids = {name: _get(reader, key) for name, key in keys.items()}
-    return {name: tokens[index] for name, index in ids.items() if index is not None}
+    return {name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:

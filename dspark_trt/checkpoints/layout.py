@@ -5,6 +5,7 @@ Shape letters: `V` vocabulary, `D` hidden, `M` tap layers, `N`/`K` query/KV head
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,10 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 Shapes = dict[str, tuple[int, ...]]
 
 _CHUNK_ELEMENTS = 1 << 24
+# Beyond any checkpoint, and far below what listing the tensors of a wrong configuration would take.
+_MAX_LAYERS = 1024
+_MAX_SIZE = 1 << 24
+_SIZES = ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
 
 def target_shapes(spec: TargetSpec) -> Shapes:
@@ -76,6 +81,18 @@ def _decoder_shapes(spec: DecoderSpec) -> Shapes:
     return shapes
 
 
+def check_sizes(spec: DecoderSpec, where: str) -> None:
+    """Raises CheckpointError for sizes that no model has, before anything is allocated for them."""
+    limits = {"num_layers": _MAX_LAYERS, **dict.fromkeys(_SIZES, _MAX_SIZE)}
+    for name, most in limits.items():
+        if not 1 <= (found := getattr(spec, name)) <= most:
+            raise CheckpointError(f"{where}: {name}: expected 1 to {most}, found {found}; the file is damaged")
+    numbers = {"rms_norm_eps": spec.rms_norm_eps, "rope theta": spec.rope.theta, "rope factor": spec.rope.factor or 1.0}
+    for name, number in numbers.items():
+        if not (math.isfinite(number) and number > 0):
+            raise CheckpointError(f"{where}: {name}: expected a positive number, found {number}; the file is damaged")
+
+
 def check_tensors(weights: WeightStore, expected: Mapping[str, tuple[int, ...]], where: str) -> None:
     """Every expected tensor is there with its shape and a float element type, and there is no other one.
 
@@ -113,11 +130,11 @@ def check_tensors(weights: WeightStore, expected: Mapping[str, tuple[int, ...]],
 
 
 def check_token_ids(spec: TargetSpec, where: str) -> None:
-    """Raises CheckpointError when a special token lies outside the vocabulary."""
-    for token in (*spec.eos_token_ids, *([] if spec.bos_token_id is None else [spec.bos_token_id])):
+    """Raises CheckpointError when an end token lies outside the vocabulary: no text would ever end by it."""
+    for token in spec.eos_token_ids:
         if not 0 <= token < spec.decoder.vocab_size:
             raise CheckpointError(
-                f"{where}: token id {token} (bos_token_id or eos_token_id) is outside the vocabulary of "
+                f"{where}: token id {token} (eos_token_id) is outside the vocabulary of "
                 f"{spec.decoder.vocab_size}; correct the checkpoint's configuration"
             )
 

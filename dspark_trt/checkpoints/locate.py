@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import re
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.checkpoints.safetensors_store import INDEX_FILE, SINGLE_FILE, shard_files
+from dspark_trt.checkpoints.safetensors_store import INDEX_FILE, SINGLE_FILE, indexed_files, shard_files
 from dspark_trt.errors import CheckpointError, EnvironmentMissingError
 
 TEXT_FILES = (
@@ -17,7 +18,6 @@ TEXT_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
 )
-_WEIGHT_PATTERNS = (SINGLE_FILE, "model-*.safetensors", INDEX_FILE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
@@ -32,7 +32,7 @@ def locate(source: str, revision: str | None = None, *, with_weights: bool = Tru
     path = locate_here(source, revision)
     if path is not None:
         return path
-    return _download(source, revision, TEXT_FILES if not with_weights else (*TEXT_FILES, *_WEIGHT_PATTERNS))
+    return _download(source, revision, with_weights=with_weights)
 
 
 def locate_here(source: str, revision: str | None = None) -> Path | None:
@@ -64,7 +64,17 @@ def source_files(path: Path) -> tuple[Path, ...]:
     return (*(path / name for name in (*TEXT_FILES, *index) if (path / name).is_file()), *shard_files(path))
 
 
-def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+def _download(repository: str, revision: str | None, *, with_weights: bool) -> Path:
+    """The index says what the shards are called, so it comes before them; both from one commit."""
+    if not with_weights:
+        return _fetch(repository, revision, [*TEXT_FILES])
+    folder = _fetch(repository, revision, [*TEXT_FILES, SINGLE_FILE, INDEX_FILE])
+    if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
+        _fetch(repository, folder.name, [glob.escape(name) for name in indexed_files(folder)])
+    return folder
+
+
+def _fetch(repository: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import errors, snapshot_download
 
     http_error: Any = errors.HfHubHTTPError.__mro__[
@@ -72,7 +82,7 @@ def _download(repository: str, revision: str | None, patterns: tuple[str, ...]) 
     ]  # HTTPError of httpx, under whichever name the hub client ships it
     name = f"hub model {repository}" + (f" at revision {revision}" if revision else "")
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(patterns)))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except errors.GatedRepoError:
         raise CheckpointError(f"{name} is gated: accept its terms on the hub, then run `hf auth login`") from None
     except errors.RevisionNotFoundError:

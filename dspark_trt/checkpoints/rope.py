@@ -7,27 +7,37 @@ version 4 has `rope_theta` at the top level and `rope_scaling`, whose type stand
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PositiveFloat, PositiveInt
 
 from dspark_trt.checkpoints.spec import RopeSpec
 from dspark_trt.errors import CheckpointError
 
 DEFAULT_THETA = 10000.0  # what the format says when no rope_theta is written
+Float64 = NDArray[np.float64]
 _SUPPORTED = ("default", "linear", "llama3", "yarn")
+
+
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WholeNumber = Annotated[PositiveInt, BeforeValidator(_whole)]  # some files say 32768.0
 
 
 class RopeParameters(BaseModel):
     """One dictionary of rope parameters. An unknown key could change the frequencies, so it is refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     rope_type: str | None = None
     type: str | None = None
     rope_theta: PositiveFloat | None = None
     factor: PositiveFloat | None = None
-    original_max_position_embeddings: PositiveInt | None = None
+    original_max_position_embeddings: WholeNumber | None = None
     low_freq_factor: PositiveFloat | None = None
     high_freq_factor: PositiveFloat | None = None
     beta_fast: PositiveFloat | None = None
@@ -97,6 +107,36 @@ def rope_spec(
         f"{where}: rope type {rope_type!r} is not implemented; expected one of {', '.join(_SUPPORTED)}. "
         "Use a checkpoint without it, or one whose configuration leaves this scaling out"
     )
+
+
+def reach(rope: RopeSpec, max_position_embeddings: int) -> int:
+    """Positions that a model is made for. With yarn `max_position_embeddings` may have been left as it was before."""
+    if rope.rope_type != "yarn":
+        return max_position_embeddings
+    assert rope.factor is not None
+    assert rope.original_max_position_embeddings is not None
+    return max(max_position_embeddings, int(rope.original_max_position_embeddings * rope.factor))
+
+
+def plain_frequencies(theta: float, head_dim: int) -> Float64:
+    """Radians per position of each rotated pair, unscaled, [head_dim / 2]. Source: RoFormer (arXiv 2104.09864)."""
+    frequencies: Float64 = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    return frequencies
+
+
+def llama3_frequencies(rope: RopeSpec, plain: Float64) -> Float64:
+    """Short wavelengths stay, long ones are stretched by `factor`, those between are blended.
+
+    Source: Llama 3.1's scaling.
+    """
+    assert rope.factor is not None
+    assert rope.original_max_position_embeddings is not None
+    assert rope.low_freq_factor is not None
+    assert rope.high_freq_factor is not None
+    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)  # over the original context
+    keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+    frequencies: Float64 = keep * plain + (1 - keep) * plain / rope.factor
+    return frequencies
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:

@@ -25,6 +25,7 @@ from dspark_trt.errors import CheckpointError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_MAX_NAME_BYTES = 255  # of a file
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
@@ -82,7 +83,7 @@ def shard_files(folder: Path) -> tuple[Path, ...]:
             f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}{found}. Save the model as safetensors with "
             "save_pretrained(..., safe_serialization=True), or give the path of a .gguf file"
         )
-    names = sorted(set(_weight_map(folder).values()))
+    names = indexed_files(folder)
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise CheckpointError(
@@ -90,6 +91,11 @@ def shard_files(folder: Path) -> tuple[Path, ...]:
             "download the checkpoint again"
         )
     return tuple(folder / name for name in names)
+
+
+def indexed_files(folder: Path) -> list[str]:
+    """The names of the shards that a folder's index lists, whatever they are called. Raises CheckpointError."""
+    return sorted(set(_weight_map(folder).values()))
 
 
 def open_safetensors(folder: Path, rename: Callable[[str], str]) -> SafetensorsStore:
@@ -123,8 +129,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(f"{path}: weight_map is not a mapping of tensor names to files; download the file again")
     for name in weight_map.values():
-        if Path(name).name != name:
-            raise CheckpointError(f"{path}: {name!r} is not a plain file name; expected files beside the index")
+        if Path(name).name != name or "\0" in name or len(name.encode()) > _MAX_NAME_BYTES:
+            raise CheckpointError(f"{path}: {name[:80]!r} is not a plain file name; expected files beside the index")
     return weight_map
 
 
@@ -137,16 +143,39 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         if len(prefix) < 8 or header_bytes > min(size - 8, _MAX_HEADER_BYTES):
             raise _damaged(file, f"{size} bytes are too few for a header of {header_bytes} bytes")
         try:
-            header = json.loads(stream.read(header_bytes))
+            header = json.loads(stream.read(header_bytes), object_pairs_hook=_without_repeats)
             header.pop("__metadata__", None)
+            _check_order(file, header)
             return {name: _entry(file, name, entry, 8 + header_bytes, size) for name, entry in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _damaged(file, f"the header cannot be read ({error})") from None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name stands there twice")
+    return values
+
+
+def _check_order(file: Path, header: dict[str, Any]) -> None:
+    """Offsets are whole numbers, and no byte belongs to two tensors."""
+    spans = []
+    for name, entry in header.items():
+        numbers = (*entry["shape"], *entry["data_offsets"])
+        if any(type(number) is not int or number < 0 for number in numbers) or len(entry["data_offsets"]) != 2:
+            raise _damaged(file, f"tensor {name} has shape {entry['shape']} and offsets {entry['data_offsets']}")
+        spans.append((*entry["data_offsets"], name))
+    last_end, last_name = 0, ""
+    for begin, end, name in sorted(spans):
+        if begin > end or begin < last_end:
+            raise _damaged(file, f"tensor {name} at bytes {begin} to {end} overlaps {last_name or 'itself'}")
+        last_end, last_name = end, name
 
 
 def _entry(file: Path, name: str, entry: dict[str, Any], data_start: int, size: int) -> TensorInfo:
     dtype = _DTYPES.get(entry["dtype"], entry["dtype"])
-    shape = tuple(int(extent) for extent in entry["shape"])
+    shape = tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     if data_start + end > size:
         raise _damaged(file, f"tensor {name} ends at byte {data_start + end}, the file at byte {size}")

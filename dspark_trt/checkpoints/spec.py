@@ -15,7 +15,7 @@ Canonical tensor names (no `model.` prefix, Hugging Face layout: Linear weights 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -139,11 +139,9 @@ class WeightStore(Protocol):
 class TargetCheckpoint:
     spec: TargetSpec
     weights: WeightStore
-    source_files: tuple[Path, ...]  # every file that was read: the inputs of the manifest chain
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterCheckpoint:
     spec: DrafterSpec
     weights: WeightStore
-    source_files: tuple[Path, ...] = field(default=())

@@ -13,20 +13,25 @@ from dspark_trt.checkpoints.config import (
     architectures_of,
     decoder_spec,
     eos_token_ids,
+    known_token,
     parse,
     read_json,
     refuse_unsupported,
 )
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_token_ids, is_equal, target_shapes
-from dspark_trt.checkpoints.locate import locate, source_files
+from dspark_trt.checkpoints.locate import locate
+from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
+from dspark_trt.checkpoints.tokenizer import folder_text
 from dspark_trt.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 _IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_tokens", "bad_words_ids", "epsilon_cutoff")
 
 
@@ -53,30 +58,50 @@ def _spec(folder: Path) -> TargetSpec:
     where = str(folder / "config.json")
     values = read_json(folder / "config.json")
     family = _family(values, where)
+    refuse_quantised(values, (), where)
     refuse_unsupported(values, where, is_causal=True)
     config = parse(DecoderConfig, values, where)
     generation = read_generation_config(folder)
+    text = _text(folder)
     spec = TargetSpec(
         family=family,
         decoder=decoder_spec(config, family, where),
         is_head_tied=config.tie_word_embeddings,
-        eos_token_ids=eos_token_ids(generation.eos_token_id, config.eos_token_id),
-        bos_token_id=config.bos_token_id,
+        eos_token_ids=end_token_ids(
+            {
+                "generation_config.json": eos_token_ids(generation.eos_token_id),
+                "config.json": eos_token_ids(config.eos_token_id),
+            },
+            text,
+            str(folder),
+        ),
+        bos_token_id=known_token(config.bos_token_id, config.vocab_size, where),
         generation_defaults=generation.defaults(),
     )
     check_token_ids(spec, where)
+    if text is not None:
+        check_vocabulary(text, config.vocab_size, str(folder))
     return spec
+
+
+def _text(folder: Path) -> TargetText | None:
+    """None where there is no tokenizer, or a damaged one: whoever needs it says what is wrong with it."""
+    try:
+        return folder_text(folder)
+    except CheckpointError:
+        return None
 
 
 def _read_folder(folder: Path) -> TargetCheckpoint:
     spec = _spec(folder)
     weights = open_safetensors(folder, lambda name: name.removeprefix("model."))
+    refuse_quantised({}, weights.names(), str(folder))
     # Old Llama exports store the rotary frequencies, which follow from the configuration.
     weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
     if spec.is_head_tied:
         weights = _without_tied_head(weights, str(folder / "config.json"))
     check_tensors(weights, target_shapes(spec), str(folder))
-    return TargetCheckpoint(spec, weights, source_files(folder))
+    return TargetCheckpoint(spec, weights)
 
 
 def read_generation_config(folder: Path) -> GenerationConfig:
@@ -85,6 +110,8 @@ def read_generation_config(folder: Path) -> GenerationConfig:
     if not path.is_file():
         return GenerationConfig()
     values = read_json(path)
+    if not values.get("do_sample"):  # whatever is written for sampling is not looked at
+        values = {key: value for key, value in values.items() if key not in _SAMPLING_KEYS}
     for key in _IGNORED_GENERATION_KEYS:
         if values.get(key):
             logger.warning("%s: %s = %r has no counterpart here and is left out", path, key, values[key])
@@ -93,7 +120,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 def _family(values: dict[str, Any], where: str) -> Family:
     family, architectures = values.get("model_type"), architectures_of(values)
-    if family not in _ARCHITECTURES:
+    if not isinstance(family, str) or family not in _ARCHITECTURES:
         raise CheckpointError(
             f"{where}: model_type {family!r} is not a supported target family; expected "
             f"{' or '.join(map(repr, _ARCHITECTURES))} (dense)"

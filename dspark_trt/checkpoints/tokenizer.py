@@ -9,11 +9,12 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer
 
-from dspark_trt.checkpoints.config import eos_token_ids, read_json
-from dspark_trt.checkpoints.gguf_target import gguf_eos_token_ids, open_gguf
-from dspark_trt.checkpoints.gguf_tokenizer import gguf_chat_template, gguf_special_tokens, gguf_tokenizer
+from dspark_trt.checkpoints.config import read_json
+from dspark_trt.checkpoints.gguf_target import open_gguf
+from dspark_trt.checkpoints.gguf_tokenizer import gguf_text
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.opening import check_file
+from dspark_trt.checkpoints.target_text import SpecialTokens, TargetText
 from dspark_trt.errors import CheckpointError
 from dspark_trt.files import replace_folder
 from dspark_trt.text import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE, TextCodec, TextSettings
@@ -33,35 +34,23 @@ def write_tokenizer(
     or when the chat template is not valid Jinja.
     """
     path = locate(source, revision)
-    tokenizer, template, special_tokens, eos_ids = _from_gguf(path) if path.is_file() else _from_folder(path)
-    settings = TextSettings(
-        special_tokens=special_tokens, eos_token_ids=eos_ids, chat_template_kwargs=dict(chat_template_kwargs or {})
-    )
+    text = gguf_text(open_gguf(path), path) if path.is_file() else folder_text(path)
+    settings = TextSettings(special_tokens=text.special_tokens, chat_template_kwargs=dict(chat_template_kwargs or {}))
     try:
-        TextCodec(tokenizer, settings, template)
+        TextCodec(text.tokenizer, settings, text.template)
     except jinja2.TemplateSyntaxError as error:
         raise CheckpointError(f"{path}: the chat template is not valid Jinja: {error} (line {error.lineno})") from None
+    except Exception as error:  # what compiling a template raises depends on the template
+        raise CheckpointError(f"{path}: the chat template cannot be used: {error}") from None
     with replace_folder(destination) as folder:
-        tokenizer.save(str(folder / TOKENIZER_FILE))
+        text.tokenizer.save(str(folder / TOKENIZER_FILE))
         (folder / SETTINGS_FILE).write_text(settings.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        if template is not None:
-            (folder / TEMPLATE_FILE).write_text(template, encoding="utf-8")
+        if text.template is not None:
+            (folder / TEMPLATE_FILE).write_text(text.template, encoding="utf-8")
 
 
-Parts = tuple[Tokenizer, str | None, dict[str, str | list[str]], tuple[int, ...]]
-
-
-def _from_gguf(path: Path) -> Parts:
-    reader = open_gguf(path)
-    return (
-        gguf_tokenizer(reader, path),
-        gguf_chat_template(reader),
-        gguf_special_tokens(reader),
-        gguf_eos_token_ids(reader),
-    )
-
-
-def _from_folder(folder: Path) -> Parts:
+def folder_text(folder: Path) -> TargetText:
+    """Of a Hugging Face folder. Raises CheckpointError."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         other = ", ".join(sorted(path.name for path in folder.glob("*token*"))) or "none"
@@ -75,28 +64,21 @@ def _from_folder(folder: Path) -> Parts:
     except Exception as error:  # tokenizers raises plain Exception
         raise CheckpointError(f"{file}: not a tokenizer.json ({error}); download it again") from None
     config = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
-    eos_keys = [
-        read_json(folder / name).get("eos_token_id")
-        for name in ("generation_config.json", "config.json")
-        if (folder / name).is_file()
-    ]
-    return tokenizer, _chat_template(folder, config), _special_tokens(folder, config), eos_token_ids(*eos_keys)
+    return TargetText(tokenizer, _chat_template(folder, config), _special_tokens(folder, config))
 
 
-def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str | list[str]]:
+def _special_tokens(folder: Path, config: dict[str, Any]) -> SpecialTokens:
     """The variables that transformers hands to a template; an entry is a string or an object with `content`."""
     older = folder / "special_tokens_map.json"
     values = (read_json(older) if older.is_file() else {}) | config
-    tokens: dict[str, str | list[str]] = {
-        key: _content(values[key]) for key in _SPECIAL_TOKENS if values.get(key) is not None
-    }
+    tokens: SpecialTokens = {key: _content(values[key]) for key in _SPECIAL_TOKENS if values.get(key) is not None}
     if more := values.get("additional_special_tokens"):
         tokens["additional_special_tokens"] = [_content(token) for token in more]
     return tokens
 
 
 def _content(token: Any) -> str:
-    return str(token["content"] if isinstance(token, dict) else token)
+    return str(token.get("content", "") if isinstance(token, dict) else token)
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
@@ -106,8 +88,8 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
         return file.read_text(encoding="utf-8")
     template = config.get("chat_template")
     if not isinstance(template, list):
-        return template
-    named = {entry.get("name"): entry.get("template") for entry in template}
+        return template if isinstance(template, str) else None
+    named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
     if "default" not in named:
         raise CheckpointError(
             f"{folder}: tokenizer_config.json has chat templates named {sorted(map(str, named))}, none of them "

@@ -37,7 +37,7 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | draft_logits | float32 [R, G, W] |
 | | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
 | all | {cache}.out | the cache of that name, written in place |
-| select | | inputs and outputs of `dspark::PrefixSelect` in `lagged_budget`, by their names (see its README) |
+| select | | inputs and outputs of `dspark::PrefixSelect`, by their names (see its README) |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 """
 

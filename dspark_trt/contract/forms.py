@@ -38,4 +38,4 @@ def markov_head_form(
 
 def select_form(dims: DrafterDims) -> PrefixSelectForm:
     """The selection that runs between draft and verification on a device, where K is known beforehand."""
-    return PrefixSelectForm(dims.gamma, "lagged_budget")
+    return PrefixSelectForm(dims.gamma)

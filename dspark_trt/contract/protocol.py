@@ -1,7 +1,8 @@
 """The seam between the runtime and the compiled engines.
 
 Shape letters: `R` requests of the call, `G` gamma, `T` packed tokens of the call, `L` logit rows asked for,
-`V` vocabulary, `D` hidden, `M` tap layers. Arrays belong to the array library of the engine: numpy on a CPU host.
+`V` vocabulary, `D` hidden, `M` tap layers. What an engine computes is an array of its own library: numpy on a CPU host.
+What the runtime makes for a call (ids, rows, lengths, temperatures, uniforms, caps) is numpy for every engine.
 
 An engine owns the KV memory as `max_slots` rows. The runtime says which row a request lives in and how many of the
 row's positions are valid (`past_lengths`); the engine never remembers lengths. A call writes K/V at positions
@@ -18,6 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = Any  # an array of the engine's library (array API); numpy on CPU
+Int64 = NDArray[np.int64]
+Float32 = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,12 @@ class TargetBatch:
     chunks.
     """
 
-    token_ids: Array  # [T] int64
-    rows: Array  # [R] int64, KV row of each segment, no row twice
-    past_lengths: Array  # [R] int64, valid positions of the row before this call
-    query_lengths: Array  # [R] int64, tokens of the segment, >= 1; sums to T
+    token_ids: Int64  # [T]
+    rows: Int64  # [R], KV row of each segment, no row twice
+    past_lengths: Int64  # [R], valid positions of the row before this call
+    query_lengths: Int64  # [R], tokens of the segment, >= 1; sums to T
     num_decode: int
-    logit_rows: Array  # [L] int64, packed indices whose logits are wanted, ascending
+    logit_rows: Int64  # [L], packed indices whose logits are wanted, ascending
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +61,20 @@ class IngestBatch:
     """Taps of committed positions that enter the drafter's context, packed segment after segment."""
 
     taps: Array  # [T, M*D]
-    rows: Array  # [R] int64
-    past_lengths: Array  # [R] int64, context positions already in the row
-    query_lengths: Array  # [R] int64, >= 1; sums to T
+    rows: Int64  # [R]
+    past_lengths: Int64  # [R], context positions already in the row
+    query_lengths: Int64  # [R], >= 1; sums to T
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
     """One draft block of n <= gamma slots for each of R requests (paper section 3.1)."""
 
-    rows: Array  # [R] int64, no row twice
-    anchor_ids: Array  # [R] int64
-    past_lengths: Array  # [R] int64, context positions = position of the anchor
-    temperatures: Array  # [R] float32, 0 = argmax
-    uniforms: Array  # [R, n] float32 in [0, 1)
+    rows: Int64  # [R], no row twice
+    anchor_ids: Int64  # [R]
+    past_lengths: Int64  # [R], context positions = position of the anchor
+    temperatures: Float32  # [R], 0 = argmax
+    uniforms: Float32  # [R, n] in [0, 1)
     wants_logits: bool = True  # whether somebody reads draft_logits: not where every draft is an argmax
 
 
@@ -95,18 +98,18 @@ class SelectBatch:
     """
 
     num_admitted: int  # K: so many drafts are admitted besides the forced ones, or all that are offered
-    caps: Array  # [R] int64 drafts verified at most; 0: does not draft
-    is_forced: Array  # [R] bool, verified at its cap
-    temperatures: Array  # [n] float32, STS (paper section 3.2.1)
+    caps: Int64  # [R] drafts verified at most; 0: does not draft
+    is_forced: NDArray[np.bool_]  # [R], verified at its cap
+    temperatures: Float32  # [n], STS (paper section 3.2.1)
 
 
 @dataclass(frozen=True, slots=True)
 class HostDrafts:
-    """What the host has to know of a block that was selected on the device; numpy arrays."""
+    """What the host has to know of a block that was selected on the device."""
 
-    draft_ids: Array  # [R_d, n] int64 of the requests that drafted
-    confidence_logits: Array  # [R_d, n] float32
-    verify_lens: Array  # [R] int64 of all requests that decode
+    draft_ids: Int64  # [R_d, n] of the requests that drafted
+    confidence_logits: Float32  # [R_d, n]
+    verify_lens: Int64  # [R] of all requests that decode
 
 
 @dataclass(frozen=True, slots=True)

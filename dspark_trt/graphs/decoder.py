@@ -23,7 +23,7 @@ class Linears:
     """Linear layers on packed tokens, from one source of weights and in one precision."""
 
     def __init__(self, builder: GraphBuilder, source: TensorSource, bits: LinearBits, element_type: FloatType) -> None:
-        """`element_type` of weights and biases as written; that of block scales and of what goes in and out."""
+        """`element_type` of weights and biases; that of block scales and of what goes in and out."""
         self._builder = builder
         self._source = source
         self._bits = bits
@@ -102,7 +102,7 @@ class DecoderParts:
         self._spec = spec
         self._source = source
         self._numbers = numbers
-        self._linear = Linears(builder, source, bits, numbers.written(numbers.model))
+        self._linear = Linears(builder, source, bits, numbers.model)
         self._rotary = Rotary(builder, spec, numbers, positions, num_positions)
 
     def layer(self, layer: int, x: str, attention: AttentionEmitter) -> str:

@@ -22,8 +22,8 @@ from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
-from dspark_trt.graphs.files import GraphFiles, check_limits
 from dspark_trt.graphs.heads import emit_markov_head
+from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import Quantisation, quantisation
 from dspark_trt.graphs.target import head_weight
@@ -38,28 +38,27 @@ def write_drafter_graphs(
     limits: EngineLimits,
     precision: Precision,
     attention: Attention = "drafter",
-    twin: bool = False,
     form: DrafterForm = PLAIN_DRAFTER,
-) -> GraphFiles:
+) -> None:
     """Write drafter_ingest.onnx and the draft graphs with their weights into `folder`, where target.onnx already is.
 
     Engines that can draft fewer slots than gamma, those of `drafter` attention, get a draft graph for each count.
     An embedding or head that the drafter does not own is the target's, in the target's file, unless it is needed in
-    another form. `twin`: as for the target, whose graph has to be a twin too.
+    another form.
     Raises ExportError when a limit does not fit the drafter, target.onnx is of another precision, attention does not
     fit the precision, or a weight exceeds float16.
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
     attention = usable_form(attention, spec.decoder, "drafter")
-    numbers = numbers_of(precision, attention, twin=twin)
+    numbers = numbers_of(precision, attention)
     ids = form.draft_vocab
     store: WeightStore = drafter.weights
     dims = drafter_dims(
         spec,
         limits=limits,
         attention=attention,
-        element_type=numbers.written(numbers.model),
+        element_type=numbers.model,
         num_draft_ids=None if ids is None else len(ids),
     )
     bits = quantisation(precision, form.precision)
@@ -78,7 +77,6 @@ def write_drafter_graphs(
         ingest = GraphBuilder("drafter_ingest")
         _emit_ingest(ingest, spec, dims, weights, bits, numbers)
         ingest.save(folder / bindings.INGEST_GRAPH, to_metadata(dims))
-        graphs = [folder / bindings.INGEST_GRAPH]
         for num_slots in slot_counts(spec.gamma) if attention == "drafter" else (spec.gamma,):
             draft = GraphBuilder("drafter_draft")
             of_slots = replace(dims, gamma=num_slots)
@@ -96,9 +94,7 @@ def write_drafter_graphs(
                 draft_vocab=ids,
                 top_n=form.markov_top_n,
             )
-            graphs.append(folder / bindings.draft_graph(num_slots, spec.gamma))
-            draft.save(graphs[-1], to_metadata(of_slots))
-        return GraphFiles(tuple(graphs), (*weights.files, *head_weights.files))
+            draft.save(folder / bindings.draft_graph(num_slots, spec.gamma), to_metadata(of_slots))
 
 
 def _emit_ingest(
@@ -124,7 +120,7 @@ def _emit_ingest(
         num_positions=dims.limits.max_seq_len,
     )
     writer = context_writer(builder, spec.decoder, dims)
-    fc = Linears(builder, weights, None, numbers.written(numbers.context))
+    fc = Linears(builder, weights, None, numbers.context)
     taps = numbers.cast(builder, bindings.TAPS, numbers.model, numbers.context)
     context = parts.norm(fc(taps, "fc.weight"), "hidden_norm", source=numbers.context)  # [T, D]
     for layer in range(spec.decoder.num_layers):

@@ -38,7 +38,7 @@ def emit_markov_head(
     or more. In 16 bits it is a constant like any other: TensorRT would take it for an input.
     Raises ExportError when there are not more than `top_n` logits.
     """
-    element_type = numbers.written(numbers.model)
+    element_type = numbers.model
     vocab_size = spec.decoder.vocab_size if draft_vocab is None else len(draft_vocab)
     check_top_n(vocab_size, top_n)
     form = markov_head_form(spec, element_type, top_n, num_slots=num_slots, vocab_size=vocab_size)

@@ -13,6 +13,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies
 from dspark_trt.checkpoints.spec import RopeSpec
 
 Float64 = NDArray[np.float64]
@@ -30,7 +31,7 @@ def rope_tables(
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Float64:
     """Radians per position of each rotated pair, [head_dim / 2]."""
-    plain: Float64 = rope.theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    plain = plain_frequencies(rope.theta, head_dim)
     match rope.rope_type:
         case "default":
             return plain
@@ -38,22 +39,9 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Float64:
             assert rope.factor is not None
             return plain / rope.factor
         case "llama3":
-            return _llama3(rope, plain)
+            return llama3_frequencies(rope, plain)
         case "yarn":
             return _yarn(rope, plain, head_dim)
-
-
-def _llama3(rope: RopeSpec, plain: Float64) -> Float64:
-    """Short wavelengths stay, long ones are stretched by `factor`, those between are blended."""
-    assert rope.factor is not None
-    assert rope.original_max_position_embeddings is not None
-    assert rope.low_freq_factor is not None
-    assert rope.high_freq_factor is not None
-    turns = rope.original_max_position_embeddings * plain / (2 * math.pi)  # over the original context
-    blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = np.clip(blend, 0, 1)
-    stretched: Float64 = plain / rope.factor
-    return keep * plain + (1 - keep) * stretched
 
 
 def _yarn(rope: RopeSpec, plain: Float64, head_dim: int) -> Float64:

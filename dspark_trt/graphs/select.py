@@ -1,4 +1,4 @@
-"""The select graph: the `dspark::PrefixSelect` node in `lagged_budget`, between draft and verification on a device."""
+"""The select graph: the `dspark::PrefixSelect` node, between draft and verification on a device."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dspark_trt.contract.forms import select_form
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.files import GraphFiles, check_limits
+from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import numbers_of
 
 
-def write_select_graph(drafter: DrafterSpec, folder: Path, *, limits: EngineLimits, precision: Precision) -> GraphFiles:
+def write_select_graph(drafter: DrafterSpec, folder: Path, *, limits: EngineLimits, precision: Precision) -> None:
     """Write prefix_select.onnx into `folder`: inputs and outputs of `bindings.select_inputs` and `.select_outputs`.
 
     It has no weights and no 16-bit numbers; `precision` enters the metadata alone, which is that of the drafter's
@@ -32,6 +32,4 @@ def write_select_graph(drafter: DrafterSpec, folder: Path, *, limits: EngineLimi
     inputs = [builder.input(binding) for binding in bindings.select_inputs(dims)]
     outputs = [builder.output(binding) for binding in bindings.select_outputs(dims)]
     builder.node(prefix_select_node(form, inputs, outputs), prefix_select_function(form))
-    path = folder / bindings.SELECT_GRAPH
-    builder.save(path, to_metadata(dims))
-    return GraphFiles((path,), ())
+    builder.save(folder / bindings.SELECT_GRAPH, to_metadata(dims))

@@ -17,7 +17,7 @@ from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention import causal_attention, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
-from dspark_trt.graphs.files import GraphFiles, check_limits
+from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import Quantisation, quantisation
 from dspark_trt.graphs.weights import TensorSource, WeightFolder
@@ -34,14 +34,12 @@ def write_target_graph(
     gamma: int,
     precision: Precision,
     attention: Attention,
-    twin: bool = False,
-) -> GraphFiles:
+) -> None:
     """Write target.onnx and its weights into `folder`.
 
     Args:
         taps: raw outputs of these decoder layers become the output `taps`, in this order; -1 is the embedding output.
             Without any there is no such output.
-        twin: write float32 wherever the graph of this 16-bit precision has a 16-bit type, and nothing else differently.
 
     Raises ExportError when a tap or a limit does not fit the target, attention does not fit the precision, or a weight
     exceeds float16.
@@ -55,15 +53,12 @@ def write_target_graph(
                 f"{spec.decoder.num_layers - 1}; use the drafter that was made for this target"
             )
     form = usable_form(attention, spec.decoder, "target")
-    numbers = numbers_of(precision, form, twin=twin)
-    dims = target_dims(
-        spec, num_taps=len(taps), limits=limits, attention=form, element_type=numbers.written(numbers.model)
-    )
+    numbers = numbers_of(precision, form)
+    dims = target_dims(spec, num_taps=len(taps), limits=limits, attention=form, element_type=numbers.model)
     builder = GraphBuilder("target")
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
         _emit(builder, spec, dims, taps, weights, quantisation(precision), numbers, gamma)
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
-        return GraphFiles((folder / bindings.TARGET_GRAPH,), weights.files)
 
 
 def head_weight(spec: TargetSpec) -> str:

@@ -99,12 +99,6 @@ class WeightFolder:
             self._stream.close()
 
     @property
-    def files(self) -> tuple[Path, ...]:
-        """The files of the folder that the weights stand in."""
-        links = tuple(self._folder / name for name in self._links.values() if name is not None)
-        return (*links, self.own_file) if self._stream is not None else links
-
-    @property
     def own_file(self) -> Path:
         """The file that holds what could not be linked; it exists only if there was something."""
         return self._folder / f"{self._prefix}.weights"

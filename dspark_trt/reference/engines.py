@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,6 @@ from dspark_trt.reference.heads import ReferenceHeads
 from dspark_trt.reference.model import ReferenceCache, ReferenceDecoder
 from dspark_trt.reference.weights import ReferenceWeights
 
-ArrayLibrary = Literal["numpy", "torch"]
-
 
 def open_reference_engines(
     target: TargetCheckpoint,
@@ -31,11 +29,10 @@ def open_reference_engines(
     *,
     limits: EngineLimits,
     device: str = "cpu",
-    array_library: ArrayLibrary = "numpy",
 ) -> tuple[ReferenceTargetEngine, ReferenceDraftEngine]:
     """Target and drafter on one device; an embedding or head that the drafter does not own is shared with the target.
 
-    `array_library` is that of the outputs; inputs may be of either. Outputs of "torch" stay on the device.
+    Whatever the device, arrays go in and come out as numpy.
     """
     target_weights = ReferenceWeights(target.weights, device)
     return (
@@ -44,7 +41,6 @@ def open_reference_engines(
             target_weights,
             taps=drafter.spec.target_layer_ids,
             limits=limits,
-            array_library=array_library,
         ),
         ReferenceDraftEngine(
             drafter.spec,
@@ -52,7 +48,6 @@ def open_reference_engines(
             target_spec=target.spec,
             target_weights=target_weights,
             limits=limits,
-            array_library=array_library,
         ),
     )
 
@@ -73,11 +68,10 @@ class _Segment(NamedTuple):
 class _Engine:
     """What both engines do with arrays and limits."""
 
-    def __init__(self, decoder: ReferenceDecoder, limits: EngineLimits, array_library: ArrayLibrary) -> None:
+    def __init__(self, decoder: ReferenceDecoder, limits: EngineLimits) -> None:
         self.limits = limits
         self._decoder = decoder
         self._device = decoder.weights.device
-        self._array_library = array_library
         self._cache = ReferenceCache(decoder.spec, limits.max_slots, limits.max_seq_len, self._device)
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
@@ -86,15 +80,12 @@ class _Engine:
     def _tensor(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.as_tensor(array, dtype=dtype, device=self._device)
 
-    def _integers(self, array: Any) -> list[int]:
-        values: list[int] = self._tensor(array, torch.int64).tolist()
-        return values
-
-    def _output(self, tensor: torch.Tensor) -> Any:
-        return tensor.cpu().numpy() if self._array_library == "numpy" else tensor
+    def _output(self, tensor: torch.Tensor) -> NDArray[Any]:
+        array: NDArray[Any] = tensor.cpu().numpy()
+        return array
 
     def _segments(self, batch: TargetBatch | IngestBatch) -> list[_Segment]:
-        lengths, rows, past = map(self._integers, (batch.query_lengths, batch.rows, batch.past_lengths))
+        lengths, rows, past = batch.query_lengths.tolist(), batch.rows.tolist(), batch.past_lengths.tolist()
         ends = accumulate(lengths)
         segments = [
             _Segment(row, start, end - length, end)
@@ -123,9 +114,8 @@ class ReferenceTargetEngine(_Engine):
         *,
         taps: tuple[int, ...],
         limits: EngineLimits,
-        array_library: ArrayLibrary = "numpy",
     ) -> None:
-        super().__init__(ReferenceDecoder(spec.decoder, weights), limits, array_library)
+        super().__init__(ReferenceDecoder(spec.decoder, weights), limits)
         self._taps = taps
         self._embedding = weights["embed_tokens.weight"]
         self._head = weights["embed_tokens.weight" if spec.is_head_tied else "lm_head.weight"]
@@ -181,9 +171,8 @@ class ReferenceDraftEngine(_Engine):
         target_spec: TargetSpec,
         target_weights: ReferenceWeights,
         limits: EngineLimits,
-        array_library: ArrayLibrary = "numpy",
     ) -> None:
-        super().__init__(ReferenceDecoder(spec.decoder, weights), limits, array_library)
+        super().__init__(ReferenceDecoder(spec.decoder, weights), limits)
         self._spec = spec
         self._weights = weights
         self._heads = ReferenceHeads(spec, weights)
@@ -216,8 +205,7 @@ class ReferenceDraftEngine(_Engine):
         num_slots = batch.uniforms.shape[1]
         with torch.no_grad():
             anchor_ids = self._tensor(batch.anchor_ids, torch.int64)
-            rows, past = self._integers(batch.rows), self._integers(batch.past_lengths)
-            blocks = zip(anchor_ids, rows, past, strict=True)
+            blocks = zip(anchor_ids, batch.rows.tolist(), batch.past_lengths.tolist(), strict=True)
             hidden = torch.stack([self._backbone(*block, num_slots) for block in blocks])
             draft_ids, draft_logits, confidence_logits = self._heads.draft(
                 hidden @ self._head.T,

@@ -40,14 +40,10 @@ class CacheLengths:
         self._reserved[row] = num_positions
 
     def commit(self, row: int, num_positions: int) -> None:
-        """Make the first `num_positions` of the reservation valid and give up the rest."""
+        """Make the first `num_positions` of the reservation valid and give up the rest; 0: all of it was rejected."""
         assert 0 <= num_positions <= self._reserved[row], f"row {row}: more is committed than was reserved"
         self.committed[row] += num_positions
         self._reserved[row] = 0
-
-    def rollback(self, row: int) -> None:
-        """Give up the reservation: the call failed or all that it wrote was rejected."""
-        self.commit(row, 0)
 
     def move(self, source: int, destination: int) -> None:
         """The row's positions were copied: its length follows, the source is empty."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Mode = Literal["early_stop", "lagged_budget"]
-
-_COMMON_INPUTS = (
+INPUT_NAMES = (
     "confidence_logits",
     "temperatures",
     "caps",
@@ -19,6 +16,7 @@ _COMMON_INPUTS = (
     "row_requests",
     "row_query_lengths",
     "token_index",
+    "num_admitted",
 )
 OUTPUT_NAMES = (
     "verify_len",
@@ -36,18 +34,13 @@ OUTPUT_NAMES = (
 
 @dataclass(frozen=True, slots=True)
 class PrefixSelectForm:
-    """Prefix scheduler of a step (paper section 3.2.2, Algorithm 1, and section 5.2)."""
+    """Selection of a step's drafts by the budget of `lagged_budget` (paper section 5.2)."""
 
     gamma: int
-    mode: Mode
 
     @property
     def input_names(self) -> tuple[str, ...]:
-        modes: dict[Mode, tuple[str, ...]] = {
-            "early_stop": ("step_ms", "prefill_tokens"),
-            "lagged_budget": ("num_admitted",),
-        }
-        return _COMMON_INPUTS + modes[self.mode]
+        return INPUT_NAMES
 
     @property
     def output_names(self) -> tuple[str, ...]:

@@ -3,8 +3,7 @@
 ONNX Runtime runs this body; TensorRT takes the plugin where it is registered and inlines the body where it is not.
 TensorRT limits TopK to R * G <= 3840, computes float64 as float32, and does not promise the order of equal survivals.
 
-Shape letters: `R` requests, `G` gamma, `N` = R * G drafts in the order (j, r), `T` packed tokens, `B` KV rows, `S` step
-table entries.
+Shape letters: `R` requests, `G` gamma, `N` = R * G drafts in the order (j, r), `T` packed tokens, `B` KV rows.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def prefix_select_node(form: PrefixSelectForm, inputs: Sequence[str], outputs: S
 
 
 def prefix_select_function(form: PrefixSelectForm) -> onnx.FunctionProto:
-    """The function body for one form. Source: paper section 3.2.2, Algorithm 1, and section 5.2."""
+    """The function body for one form. Source: paper section 5.2."""
     writer = _Writer(form)
     writer.admit()
     writer.pack_tokens()
@@ -60,10 +59,7 @@ class _Writer:
         ranked, order = self._sort(flat, body.op("Reshape", count, body.axes(1)))
         rank = self._range(count)  # [N]
         is_ranked = body.op("GreaterOrEqual", ranked, self._body.float64(0))
-        num_admitted = "num_admitted"
-        if form.mode == "early_stop":
-            num_admitted = self._early_stop(survival, slots, ranked, rank, is_ranked)
-        is_taken = body.op("And", is_ranked, body.op("Less", rank, num_admitted))
+        is_taken = body.op("And", is_ranked, body.op("Less", rank, "num_admitted"))
         none = body.op("Mul", order, body.scalar(0))
         taken = body.op("ScatterElements", none, order, body.op("Cast", is_taken, to=TensorProto.INT64), axis=1)
         by_slot = body.op("Reshape", taken, body.axes(form.gamma, -1))  # [G, R]
@@ -92,29 +88,6 @@ class _Writer:
         values, indices = self._body.fresh(), self._body.fresh()
         self._body.nodes.append(helper.make_node("TopK", [keys, count], [values, indices], axis=1))
         return values, indices
-
-    def _early_stop(self, survival: str, slots: str, ranked: str, rank: str, is_ranked: str) -> str:
-        """Drafts before the first one that does not raise expected tokens / step_ms, a scalar (Algorithm 1)."""
-        body = self._body
-        forced_caps = body.op("Where", "is_forced", "caps", body.scalar(0))
-        is_forced_draft = body.op("Less", slots, body.op("Unsqueeze", forced_caps, body.axes(1)))
-        forced_gain = body.op(
-            "ReduceSum", body.op("Where", is_forced_draft, survival, self._body.float64(0)), keepdims=0
-        )
-        num_requests = body.op("Size", "caps")
-        start = body.op("Add", self._as_double(num_requests), forced_gain)  # expected tokens
-        gain = body.op("Where", is_ranked, ranked, self._body.float64(0))
-        after = body.op("Add", start, body.op("CumSum", gain, body.scalar(1)))  # [1, N]
-        before = body.op("Sub", after, gain)
-        num_forced = body.op("ReduceSum", forced_caps, keepdims=0)
-        first = body.op("Add", body.op("Add", "prefill_tokens", num_requests), num_forced)  # [1]
-        last = body.op("Sub", body.op("Size", "step_ms"), body.scalar(2))
-        at = body.op("Min", body.op("Add", first, rank), last)  # beyond it no draft is offered
-        ms_before = self._as_double(body.op("Gather", "step_ms", at))
-        ms_after = self._as_double(body.op("Gather", "step_ms", body.op("Add", at, body.scalar(1))))
-        rises = body.op("Greater", body.op("Div", after, ms_after), body.op("Div", before, ms_before))
-        stops = body.op("Where", body.op("And", rises, is_ranked), body.op("Size", ranked), rank)
-        return body.op("ReduceMin", stops, keepdims=0)
 
     def pack_tokens(self) -> None:
         """What stands at each packed token, [T]. Padding repeats the last token."""

@@ -2,9 +2,7 @@
 # (Triton's language is Python by syntax only: its types are not Python's.)
 """PrefixSelect in OpenAI Triton: measure_survival, rank_drafts, admit_drafts, pack_tokens and pack_rows, in this order.
 
-Survivals are float64 and ordered as the integers that their bits make; expected tokens are summed as multiples of
-2^-40. So neither order nor throughput depends on the order of a parallel sum, and a draft of survival 0 adds exactly
-nothing.
+Survivals are float64 and ordered as the integers that their bits make.
 
 Drafts are numbered by (j, r), the order in which ties are broken. Shape letters: `R` requests, `G` gamma, `T` packed
 tokens, `B` KV rows of the target's row group.
@@ -16,7 +14,6 @@ import triton
 import triton.language as tl
 
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
-TOKEN_UNIT = tl.constexpr(2.0**40)
 NOT_OFFERED = tl.constexpr(-1)  # the key of a draft beyond its request's cap, and of a forced one
 
 
@@ -27,7 +24,6 @@ def measure_survival(
     caps,  # [R]
     is_forced,  # [R]
     keys,  # [G, R] int64: bits of the survival
-    forced_gain,  # [R] int64: expected tokens of a request's forced drafts
     num_requests,
     GAMMA: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -38,7 +34,6 @@ def measure_survival(
     cap = tl.load(caps + requests, mask=is_request, other=0)
     forced = tl.load(is_forced + requests, mask=is_request, other=0) != 0
     survival = tl.zeros([BLOCK_R], tl.float64) + 1.0
-    gain = tl.zeros([BLOCK_R], tl.int64)
     for draft in range(GAMMA):
         logit = tl.load(confidence_logits + requests * GAMMA + draft, mask=is_request, other=0.0)
         is_finite = tl.abs(logit) <= LARGEST_FLOAT
@@ -46,20 +41,12 @@ def measure_survival(
         survival *= tl.where(is_finite, 1.0 / (1.0 + tl.exp(-tempered)), 0.0)
         key = tl.where((draft < cap) & (forced == 0), survival.to(tl.int64, bitcast=True), NOT_OFFERED)
         tl.store(keys + draft * num_requests + requests, key, mask=is_request)
-        gain += tl.where((draft < cap) & forced, as_units(survival), 0)
-    tl.store(forced_gain + requests, gain, mask=is_request)
-
-
-@triton.jit
-def as_units(survival):
-    return (survival * TOKEN_UNIT).to(tl.int64)
 
 
 @triton.jit
 def rank_drafts(
     keys,  # [G, R]
     ranks,  # [G, R] int32
-    sorted_keys,  # [G * R] int64
     num_requests,
     GAMMA: tl.constexpr,
     BLOCK_DRAFTS: tl.constexpr,
@@ -78,7 +65,6 @@ def rank_drafts(
         is_before |= (other[None, :] == key[:, None]) & (others[None, :] < drafts[:, None])
         rank += tl.sum(is_before.to(tl.int32), axis=1)
     tl.store(ranks + drafts, rank, mask=is_draft)
-    tl.store(sorted_keys + rank, key, mask=is_draft)
 
 
 @triton.jit
@@ -87,32 +73,16 @@ def admit_drafts(
     is_forced,  # [R]
     keys,  # [G, R]
     ranks,  # [G, R]
-    sorted_keys,  # [G * R]
-    forced_gain,  # [R]
-    num_admitted,  # [1]; early_stop: none
-    step_ms,  # [S]; lagged_budget: none
-    prefill_tokens,  # [1]; lagged_budget: none
+    num_admitted,  # [1]
     verify_len,  # [R] int64
     first_tokens,  # [R] int64
     num_tokens,  # [1] int64
     num_requests,
     GAMMA: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    BLOCK_DRAFTS: tl.constexpr,
 ):
-    """The number of drafts that are admitted and what each request gets of it. One program."""
-    if step_ms is None:
-        admitted = tl.load(num_admitted).to(tl.int32)
-    else:
-        first = tl.load(prefill_tokens).to(tl.int32) + num_requests
-        gain = tl.full([], 0, tl.int64)
-        for start in range(0, num_requests, BLOCK_R):
-            requests = start + tl.arange(0, BLOCK_R)
-            is_request = requests < num_requests
-            forced = tl.load(is_forced + requests, mask=is_request, other=0) != 0
-            first += tl.sum(tl.load(caps + requests, mask=is_request & forced, other=0), axis=0).to(tl.int32)
-            gain += tl.sum(tl.load(forced_gain + requests, mask=is_request, other=0), axis=0)
-        admitted = early_stop(sorted_keys, step_ms, first, gain, num_requests, GAMMA * num_requests, BLOCK_DRAFTS)
+    """What each request gets of the drafts that are admitted. One program."""
+    admitted = tl.load(num_admitted).to(tl.int32)
     begin = tl.full([], 0, tl.int64)
     for start in range(0, num_requests, BLOCK_R):
         requests = start + tl.arange(0, BLOCK_R)
@@ -129,31 +99,6 @@ def admit_drafts(
         tl.store(first_tokens + requests, begin + tl.cumsum(tokens, axis=0) - tokens, mask=is_request)
         begin += tl.sum(tokens, axis=0)
     tl.store(num_tokens, begin)
-
-
-@triton.jit
-def early_stop(sorted_keys, step_ms, first, gain, num_requests, num_drafts, BLOCK_DRAFTS: tl.constexpr):
-    """Drafts before the first one that does not raise expected tokens / step_ms (Algorithm 1)."""
-    admitted = num_drafts
-    for start in range(0, num_drafts, BLOCK_DRAFTS):
-        drafts = start + tl.arange(0, BLOCK_DRAFTS)
-        key = tl.load(sorted_keys + drafts, mask=drafts < num_drafts, other=NOT_OFFERED)
-        is_offered = key != NOT_OFFERED
-        units = as_units(tl.where(is_offered, key, 0).to(tl.float64, bitcast=True))
-        after = gain + tl.cumsum(units, axis=0)
-        ms_before = tl.load(step_ms + first + drafts, mask=is_offered, other=1.0)
-        ms_after = tl.load(step_ms + first + drafts + 1, mask=is_offered, other=1.0)
-        rises = throughput(after, num_requests, ms_after) > throughput(after - units, num_requests, ms_before)
-        stop = tl.min(tl.where(is_offered & rises, num_drafts, drafts), axis=0)
-        admitted = tl.minimum(admitted, stop)
-        gain += tl.sum(units, axis=0)
-    return admitted
-
-
-@triton.jit
-def throughput(gain, num_requests, ms):
-    """Expected tokens, one of each request and `gain`, per millisecond."""
-    return (num_requests + gain.to(tl.float64) / TOKEN_UNIT) / ms.to(tl.float64)
 
 
 @triton.jit

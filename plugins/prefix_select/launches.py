@@ -1,7 +1,6 @@
 """Which kernels a PrefixSelect has, and the five launches of a call. Needs nothing but Python.
 
-Shape letters: `R` requests, `G` gamma, `T` packed tokens, `B` KV rows of the target's row group, `S` step table
-entries.
+Shape letters: `R` requests, `G` gamma, `T` packed tokens, `B` KV rows of the target's row group.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dspark_trt_plugins.operation import Extents, Kernel, Launch, Tensor, attrib
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 
 BLOCK_R = 64
-BLOCK_DRAFTS = {"rank_drafts": 64, "admit_drafts": 512}
+BLOCK_DRAFTS = 64
 BLOCK_OTHERS = 64
 BLOCK_PACK = 64
 
@@ -39,7 +38,7 @@ class PrefixSelectOperation:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         gamma = self.form.gamma
-        tensors = (
+        return (
             Tensor("confidence_logits", "float32", ("R", gamma)),
             Tensor("temperatures", "float32", (gamma,)),
             Tensor("caps", "int64", ("R",)),
@@ -51,11 +50,8 @@ class PrefixSelectOperation:
             Tensor("row_requests", "int64", ("B",)),
             Tensor("row_query_lengths", "int64", ("B",)),
             Tensor("token_index", "int64", ("T",)),
-            Tensor("step_ms", "float32", ("S",)),
-            Tensor("prefill_tokens", "int64", (1,)),
             Tensor("num_admitted", "int64", (1,)),
         )
-        return tuple(tensor for tensor in tensors if tensor.name in self.form.input_names)
 
     @property
     def outputs(self) -> tuple[Tensor, ...]:
@@ -78,30 +74,25 @@ class PrefixSelectOperation:
         gamma = self.form.gamma
         return (
             Tensor("keys", "int64", (gamma, "R")),
-            Tensor("sorted_keys", "int64", (gamma, "R")),
             Tensor("ranks", "int32", (gamma, "R")),
-            Tensor("forced_gain", "int64", ("R",)),
         )
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        blocks = {name: {"BLOCK_DRAFTS": size} for name, size in BLOCK_DRAFTS.items()}
         names = ("measure_survival", "rank_drafts", "admit_drafts", "pack_tokens", "pack_rows")
-        return tuple(Kernel(name, f"kernel.{name}", blocks.get(name, {})) for name in names)
+        return tuple(Kernel(name, f"kernel.{name}") for name in names)
 
     @property
     def arguments(self) -> Mapping[str, str | int | None]:
         tensors = {tensor.name: tensor.name for tensor in (*self.inputs, *self.outputs, *self.workspace)}
         return {
-            "num_admitted": None,
-            "step_ms": None,
-            "prefill_tokens": None,
             **tensors,
             "group_tokens": "decode.tokens",
             "group_past_lengths": "decode.past_lengths",
             "group_query_lengths": "decode.query_lengths",
             "GAMMA": self.form.gamma,
             "BLOCK_R": BLOCK_R,
+            "BLOCK_DRAFTS": BLOCK_DRAFTS,
             "BLOCK_OTHERS": BLOCK_OTHERS,
             "BLOCK_PACK": BLOCK_PACK,
         }
@@ -114,7 +105,7 @@ class PrefixSelectOperation:
         drafts = num_requests * self.form.gamma
         return (
             Launch("measure_survival", (-(-num_requests // BLOCK_R), 1), count),
-            Launch("rank_drafts", (-(-drafts // BLOCK_DRAFTS["rank_drafts"]), 1), count),
+            Launch("rank_drafts", (-(-drafts // BLOCK_DRAFTS), 1), count),
             Launch("admit_drafts", (1, 1), count),
             Launch("pack_tokens", (-(-num_packed // BLOCK_PACK), 1), count | {"num_packed": num_packed}),
             Launch("pack_rows", (-(-num_rows // BLOCK_PACK), 1), {"num_rows": num_rows}),

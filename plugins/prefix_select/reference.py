@@ -1,9 +1,9 @@
 """PrefixSelect in NumPy: how many drafts of each request are verified, and the index tensors of that step.
 
-`runtime/prefix_scheduler` chooses the same lengths.
+`runtime/prefix_scheduler` chooses the same lengths in `lagged_budget`.
 
 Shape letters: `R` requests, `G` gamma, `T` packed tokens, `B` KV rows of the target's row group.
-Source: paper section 3.2.2, Algorithm 1, and section 5.2.
+Source: paper section 5.2.
 """
 
 from __future__ import annotations
@@ -23,17 +23,12 @@ BoolArray = NDArray[np.bool_]
 def prefix_select(form: PrefixSelectForm, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """All outputs by name, from inputs by name; README.md has both tables."""
     fresh = survival(inputs["confidence_logits"], inputs["temperatures"])
-    caps, is_forced = inputs["caps"], inputs["is_forced"]
-    if form.mode == "early_stop":
-        verify_len = early_stop(
-            fresh,
-            caps=caps,
-            is_forced=is_forced,
-            prefill_tokens=int(inputs["prefill_tokens"][0]),
-            step_ms=inputs["step_ms"],
-        )
-    else:
-        verify_len = lagged_budget(fresh, caps=caps, is_forced=is_forced, num_admitted=int(inputs["num_admitted"][0]))
+    verify_len = lagged_budget(
+        fresh,
+        caps=inputs["caps"],
+        is_forced=inputs["is_forced"],
+        num_admitted=int(inputs["num_admitted"][0]),
+    )
     return {"verify_len": verify_len, **pack_tokens(verify_len, inputs), **pack_rows(verify_len, inputs)}
 
 
@@ -82,69 +77,20 @@ def survival(confidence_logits: FloatArray, temperatures: FloatArray) -> NDArray
     return np.cumprod(np.where(is_finite, confidence, 0.0), axis=1, dtype=np.float64)
 
 
-def early_stop(
-    survival: FloatArray, *, caps: IntArray, is_forced: BoolArray, prefill_tokens: int, step_ms: FloatArray
-) -> NDArray[np.int64]:
-    """Admit drafts by falling survival until the expected throughput first fails to rise: verify_len [R].
-
-    Args:
-        survival: [R, G].
-        caps: [R], largest verify_len of each request, 0..G, fixed before drafting.
-        is_forced: [R]; these are verified at their cap, whatever it costs.
-        prefill_tokens: tokens of the step that are neither anchors nor drafts.
-        step_ms: milliseconds of a step by its batch_tokens, [prefill_tokens + R + sum(caps) + 1] at least.
-
-    Non-anticipating: whether (r, j) is admitted never depends on a confidence behind j, so the output stays exact.
-    """
-    step_ms = step_ms.astype(np.float64)
-    verify_len, tokens, expected = _start(survival, caps, is_forced, prefill_tokens)
-    best = expected / step_ms[tokens]
-    for request, draft in _ranked(survival, caps, is_forced):
-        throughput = (expected + survival[request, draft]) / step_ms[tokens + 1]
-        if throughput <= best:
-            break
-        best, tokens, expected = throughput, tokens + 1, expected + survival[request, draft]
-        verify_len[request] += 1
-    return verify_len
-
-
 def lagged_budget(
     survival: FloatArray, *, caps: IntArray, is_forced: BoolArray, num_admitted: int
 ) -> NDArray[np.int64]:
     """Admit the `num_admitted` drafts of highest survival: verify_len [R]. Forced requests are not counted.
 
-    `num_admitted` is `best_budget` of survivals two steps old; the fresh ones only rank.
+    `num_admitted` comes from survivals two steps old; the fresh ones only rank.
     """
     verify_len = np.where(is_forced, caps, 0).astype(np.int64)
-    for request, _ in _ranked(survival, caps, is_forced)[:num_admitted]:
+    for request, _ in ranked(survival, caps, is_forced)[:num_admitted]:
         verify_len[request] += 1
     return verify_len
 
 
-def best_budget(
-    stale_survival: FloatArray, *, caps: IntArray, is_forced: BoolArray, prefill_tokens: int, step_ms: FloatArray
-) -> int:
-    """The number of drafts with the largest expected throughput (the smallest such number), by a full search.
-
-    Only for survivals that no pending draft depends on: on fresh ones this search biases the output (Appendix A).
-    """
-    _, tokens, expected = _start(stale_survival, caps, is_forced, prefill_tokens)
-    gains = [stale_survival[request, draft] for request, draft in _ranked(stale_survival, caps, is_forced)]
-    step_ms = step_ms[tokens : tokens + len(gains) + 1].astype(np.float64)
-    throughputs = (expected + np.cumsum([0.0, *gains])) / step_ms
-    return int(throughputs.argmax())
-
-
-def _start(
-    survival: FloatArray, caps: IntArray, is_forced: BoolArray, prefill_tokens: int
-) -> tuple[NDArray[np.int64], int, float]:
-    """verify_len, batch_tokens and expected tokens before the first admission: anchors and forced drafts."""
-    verify_len = np.where(is_forced, caps, 0).astype(np.int64)
-    expected = float(len(caps)) + sum(float(row[:cap].sum()) for row, cap in zip(survival, verify_len, strict=True))
-    return verify_len, prefill_tokens + len(caps) + int(verify_len.sum()), expected
-
-
-def _ranked(survival: FloatArray, caps: IntArray, is_forced: BoolArray) -> list[tuple[int, int]]:
+def ranked(survival: FloatArray, caps: IntArray, is_forced: BoolArray) -> list[tuple[int, int]]:
     """Drafts (request, draft from 0) that may be admitted, by falling survival, ties by (draft, request).
 
     Survival never rises along a block, so every draft stands behind the ones before it.

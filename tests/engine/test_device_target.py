@@ -234,14 +234,6 @@ def test_a_failing_backend_is_an_error_of_the_project_and_leaves_the_engine_usab
     rows.take([0], [1], 1)
 
 
-def test_index_arrays_may_be_torch_tensors(rows: Rows) -> None:
-    step = rows.conversations.step([2, 0], [4, 3], 0)
-    arrays = {name: getattr(step.batch, name) for name in ("token_ids", "rows", "past_lengths", "query_lengths")}
-    on_torch = replace(step.batch, **{name: torch.from_numpy(array) for name, array in arrays.items()})
-    expected = rows.engine.forward(step.batch).logits.clone()
-    assert torch.equal(rows.engine.forward(on_torch).logits, expected)
-
-
 def test_without_tap_layers_taps_are_empty(tmp_path: Path) -> None:
     target, _ = make_pair(tmp_path)
     open_target(target, tmp_path / "graphs", limits=LIMITS, attention="standard")

@@ -1,6 +1,6 @@
 """16-bit graphs by their float32 twins in ONNX Runtime, and themselves in the evaluator of the onnx package.
 
-A twin comes from the same emitter and differs in element types only, so what is shown of its numbers holds for the
+A twin is the 16-bit graph with float32 in the place of every 16-bit type, so what is shown of its numbers holds for the
 16-bit graph but for rounding. ONNX Runtime has no bfloat16 on a CPU and widens much of float16; the evaluator rounds
 behind every operator.
 """
@@ -18,6 +18,7 @@ from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT
 from onnx import TensorProto
 
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.precision import Precision
@@ -31,16 +32,16 @@ from tests.engine import test_onnxruntime_drafter as drafters
 from tests.engine import test_onnxruntime_target as targets
 from tests.engine.test_half_precision_float16 import rms
 from tests.support.conversations import (
+    GAMMA,
     SETTINGS,
     Conversations,
     TransformersTarget,
     expected_outputs,
     open_pair,
-    open_target,
     read_pair,
 )
 from tests.support.factories import write_drafter, write_target
-from tests.support.graph_files import EvaluatorSession, all_nodes, initial_values, without_float_types
+from tests.support.graph_files import EvaluatorSession, all_nodes, initial_values, write_twin
 
 GRAPHS = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH)
 HEADS: dict[str, dict[str, Any]] = {
@@ -66,7 +67,6 @@ def write_graphs(
     folder: Path,
     precision: Precision,
     *,
-    twin: bool = False,
     limits: EngineLimits = drafters.LIMITS,
     markov_top_n: int = 0,
 ) -> Path:
@@ -80,7 +80,6 @@ def write_graphs(
         gamma=drafter.spec.gamma,
         precision=precision,
         attention="standard",
-        twin=twin,
     )
     write_drafter_graphs(
         target,
@@ -89,30 +88,33 @@ def write_graphs(
         limits=limits,
         precision=precision,
         attention="standard",
-        twin=twin,
         form=DrafterForm(markov_top_n=markov_top_n),
     )
     return folder
 
 
+def write_twins(
+    checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint], folder: Path, precision: Precision, **options: Any
+) -> Path:
+    half = write_graphs(checkpoints, folder, precision, **options)
+    return write_twin(half, write_graphs(checkpoints, folder / "whole", "fp32", **options), folder / "twin")
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("markov_top_n", [0, 7])
 @pytest.mark.parametrize("head", HEADS)
-def test_a_twin_differs_in_element_types_only(
+def test_a_16_bit_graph_has_one_16_bit_type_and_the_checkpoints_weights_rounded_once(
     head: str, markov_top_n: int, precision: Precision, tmp_path: Path
 ) -> None:
     checkpoints = pair(tmp_path, "float32", **HEADS[head])
     half = write_graphs(checkpoints, tmp_path / "half", precision, markov_top_n=markov_top_n)
-    twin = write_graphs(checkpoints, tmp_path / "twin", precision, twin=True, markov_top_n=markov_top_n)
+    whole = write_graphs(checkpoints, tmp_path / "whole", "fp32", markov_top_n=markov_top_n)
     onnx_type, dtype, _ = PRECISIONS[precision]
     for name in GRAPHS:
-        # names, shapes, nodes, attributes, function bodies, metadata: byte for byte
-        assert without_float_types(half / name) == without_float_types(twin / name)
         types = _float_types(onnx.load(half / name, load_external_data=False))
         assert onnx_type in types
         assert types <= {onnx_type, TensorProto.FLOAT}
-        assert _float_types(onnx.load(twin / name, load_external_data=False)) == {TensorProto.FLOAT}
-        rounded, exact = initial_values(half / name), initial_values(twin / name)
+        rounded, exact = initial_values(half / name), initial_values(whole / name)
         assert rounded.keys() == exact.keys()
         for key, value in rounded.items():
             np.testing.assert_array_equal(value, exact[key].astype(value.dtype), strict=True)
@@ -146,9 +148,21 @@ def test_what_onnx_runtime_serves_has_no_casts_between_floats(precision: Precisi
 def test_the_twin_equals_transformers_on_bfloat16_weights(case: str, tmp_path: Path) -> None:
     taps = (-1, 0, 2, 3)
     folder = write_target(tmp_path / "target", dtype="bfloat16", **targets.CASES[case])
-    engine = open_target(
-        folder, tmp_path / "graphs", taps=taps, limits=targets.LIMITS, precision="bf16", attention="standard", twin=True
-    )
+    checkpoint = read_target(str(folder))
+    precisions: tuple[Precision, ...] = ("bf16", "fp32")
+    for precision in precisions:
+        (tmp_path / precision).mkdir()
+        write_target_graph(
+            checkpoint,
+            tmp_path / precision,
+            taps=taps,
+            limits=targets.LIMITS,
+            gamma=GAMMA,
+            precision=precision,
+            attention="standard",
+        )
+    twin = write_twin(tmp_path / "bf16", tmp_path / "fp32", tmp_path / "twin")
+    engine = onnxruntime_engines.OnnxRuntimeTargetEngine(twin, SETTINGS)
     model = TransformersTarget(folder)
     rows = Conversations(num_rows=targets.LIMITS.max_slots, vocab_size=97, seed=sum(case.encode()))
     for _ in range(4):
@@ -164,9 +178,8 @@ def test_the_twin_equals_transformers_on_bfloat16_weights(case: str, tmp_path: P
 def test_the_twin_drafts_what_the_reference_drafts(head: str, precision: Precision, tmp_path: Path) -> None:
     target, drafter = pair(tmp_path, "bfloat16", **HEADS[head])
     limits = drafters.LIMITS
-    _, engine = open_pair(
-        target, drafter, tmp_path / "graphs", limits=limits, precision=precision, is_standard=True, twin=True
-    )
+    twin = write_twins((target, drafter), tmp_path / "graphs", precision)
+    _, engine = onnxruntime_engines.open_engines(twin, SETTINGS)
     _, reference = open_reference_engines(target, drafter, limits=limits)
     contexts = drafters.Contexts(engine, reference, tap_width=len(drafters.TAPS) * 32, seed=sum(head.encode()))
     for _ in range(3):
@@ -184,9 +197,8 @@ def test_the_twin_of_a_restricted_head_drafts_from_the_largest_base_logits(
     0."""
     checkpoints, top_n, engines = pair(tmp_path, "bfloat16", **HEADS[head]), 7, []
     for restriction in (top_n, 0):
-        folder = tmp_path / f"top {restriction}"
-        write_graphs(checkpoints, folder, precision, twin=True, markov_top_n=restriction)
-        engines.append(onnxruntime_engines.open_engines(folder, SETTINGS)[1])
+        twin = write_twins(checkpoints, tmp_path / f"top {restriction}", precision, markov_top_n=restriction)
+        engines.append(onnxruntime_engines.open_engines(twin, SETTINGS)[1])
     contexts = drafters.Contexts(*engines, tap_width=len(drafters.TAPS) * 32)
     contexts.ingest([0, 1], [4, 6])
     block = contexts.block([0, 1])
@@ -212,9 +224,10 @@ def test_the_16_bit_graphs_compute_what_their_twins_do_up_to_rounding(
     _, dtype, roundoff = PRECISIONS[precision]
     limits = EngineLimits(max_slots=3, max_seq_len=40, max_batch_tokens=16)
     checkpoints = pair(tmp_path, "bfloat16", layers=2, **HEADS[head])
-    twin = write_graphs(checkpoints, tmp_path / "twin", precision, twin=True, limits=limits)
-    twin_target, twin_drafter = onnxruntime_engines.open_engines(twin, SETTINGS)
     half = write_graphs(checkpoints, tmp_path / "half", precision, limits=limits)
+    whole = write_graphs(checkpoints, tmp_path / "whole", "fp32", limits=limits)
+    twin = write_twin(half, whole, tmp_path / "twin")
+    twin_target, twin_drafter = onnxruntime_engines.open_engines(twin, SETTINGS)
     monkeypatch.setattr(onnxruntime_engines, "GraphSession", EvaluatorSession)
     half_target, half_drafter = onnxruntime_engines.open_engines(half, SETTINGS)
     rows = Conversations(num_rows=limits.max_slots, vocab_size=97)

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
+from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, GraphCompiler, compile_graphs
 from dspark_trt.engines.tensorrt.compiler.facts import engine_path, read_facts
 from dspark_trt.engines.tensorrt.compiler.network import check_layers, parse_graph
 from dspark_trt.engines.tensorrt.library import BuildLog, import_library
@@ -25,7 +25,7 @@ from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine import cpu
 from tests.support.factories import write_drafter, write_target
 from tests.support.plugin_graphs import draft_and_select_model
-from tests.support.rtx_graphs import Pair, export
+from tests.support.rtx_graphs import Pair, compile_some, export
 
 ONLY_SELECT = (bindings.SELECT_GRAPH,)
 RTX_89 = CompileSettings("tensorrt_rtx", (89,))
@@ -130,7 +130,7 @@ def test_a_cache_that_is_not_its_own_output_is_an_error(trt: Any, written: str) 
 
 def test_a_node_that_the_plugin_did_not_take_is_an_error(trt: Any) -> None:
     unregister_plugins(trt)
-    model = draft_and_select_model(MarkovHeadForm(3, 100, 16, hidden_size=64), PrefixSelectForm(3, "lagged_budget"))
+    model = draft_and_select_model(MarkovHeadForm(3, 100, 16, hidden_size=64), PrefixSelectForm(3))
     network = parsed(trt, model)
     check_layers(network, model, "draft.onnx", use_plugins=False)
     with pytest.raises(EngineBuildError, match=r"draft\.onnx: expected 2 plugin layers for .*, found 0"):
@@ -142,7 +142,7 @@ def test_a_failing_build_says_what_the_compiler_said(pair: Pair, tmp_path: Path)
     with pytest.raises(
         EngineBuildError, match=r"target\.onnx: tensorrt_rtx 1\.7\S* cannot compile .* SM 75: .*sm75.*b16"
     ):
-        compile_graphs(pair.graphs, tmp_path, settings, names=(bindings.TARGET_GRAPH,))
+        compile_some(pair.graphs, GraphCompiler(settings, tmp_path), [bindings.TARGET_GRAPH])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -167,7 +167,8 @@ def interrupt_beyond(limit: float) -> Callable[[float], None]:
 
 
 def test_facts_are_read_back(pair: Pair, tmp_path: Path) -> None:
-    compile_graphs(pair.graphs, tmp_path, CompileSettings("tensorrt_rtx", (120, 89, 89)), names=ONLY_SELECT)
+    compiler = GraphCompiler(CompileSettings("tensorrt_rtx", (120, 89, 89)), tmp_path)
+    compile_some(pair.graphs, compiler, ONLY_SELECT)
     facts = read_facts(tmp_path, bindings.SELECT_GRAPH)
     assert (facts.sms, facts.library, facts.layers) == ((89, 120), "tensorrt_rtx", {"PLUGIN_V3": 1})
     assert [profile.name for profile in facts.profiles] == ["select"]
@@ -200,4 +201,4 @@ def test_kernels_need_triton(pair: Pair, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "triton", None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, "dspark_trt_plugins.compile", raising=False)
     with pytest.raises(EnvironmentMissingError, match=r"package triton, .*pip install .*triton=="):
-        compile_graphs(pair.graphs, tmp_path, RTX_89, names=ONLY_SELECT)
+        compile_graphs(pair.graphs, tmp_path, RTX_89)

@@ -16,8 +16,9 @@ import pytest
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.engines.tensorrt.compiler.build import CompileSettings
 from tests.support.factories import write_drafter, write_target
-from tests.support.rtx_graphs import SMS, compile_pair, export
+from tests.support.rtx_graphs import SMS, DetailedCompiler, compile_some, export
 
 LIMITS = EngineLimits(max_slots=16, max_seq_len=4032, max_batch_tokens=64)
 CAPACITY = LIMITS.max_seq_len + LIMITS.max_batch_tokens
@@ -118,11 +119,10 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     """For each GPU alone, and for all in one engine, which the compiler makes alike for all of them."""
     folder = tmp_path_factory.mktemp("listing")
     pair = export(*write_pair(folder), folder / "graphs", LIMITS, "bf16")
-    messages: list[str] = []
-    compile_pair(
-        pair, folder / "engines", use_plugins=True, names=tuple(PROFILES), sms=request.param, listen=messages.append
-    )
-    return listings(messages)
+    (folder / "engines").mkdir()
+    compiler = DetailedCompiler(CompileSettings("tensorrt_rtx", request.param), folder / "engines")
+    compile_some(pair.graphs, compiler, tuple(PROFILES))
+    return listings(compiler.log.messages)
 
 
 @pytest.mark.parametrize(("graph", "profile"), CASES)

@@ -24,7 +24,7 @@ from tests.support.prefix_select_cases import random_step
 pytestmark = pytest.mark.gpu
 NUM_REQUESTS = 6
 HEAD = MarkovHeadForm(3, 4099, 64, "vanilla", hidden_size=64, weight_type="float16")
-SELECT = PrefixSelectForm(3, "lagged_budget")
+SELECT = PrefixSelectForm(3)
 
 
 def build_and_run(trt: Any, model: Any, arrays: Arrays) -> Arrays:

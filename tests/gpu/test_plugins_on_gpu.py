@@ -14,7 +14,7 @@ from dspark_trt_plugins.markov_head.form import EXCLUDED_LOGIT, MarkovHeadForm
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.markov_head.reference import candidates
 from dspark_trt_plugins.operation import Operation
-from dspark_trt_plugins.prefix_select.form import Mode, PrefixSelectForm
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
 from dspark_trt_plugins.prefix_select.reference import prefix_select
 
@@ -148,10 +148,9 @@ def test_the_same_inputs_give_the_same_bits_and_a_cuda_graph_gives_them_too(comp
             assert torch.equal(replayed[name].view(torch.uint8), expected.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("mode", ["early_stop", "lagged_budget"])
 @pytest.mark.parametrize("num_requests", [1, 13, 64, 300])
-def test_prefix_select_equals_the_reference(mode: Mode, num_requests: int, compile_for_gpu: Compiler) -> None:
-    form = PrefixSelectForm(7, mode)
+def test_prefix_select_equals_the_reference(num_requests: int, compile_for_gpu: Compiler) -> None:
+    form = PrefixSelectForm(7)
     operation = PrefixSelectOperation(form)
     run = runner(operation, compile_for_gpu)
     for seed in range(20):
@@ -164,7 +163,7 @@ def test_prefix_select_equals_the_reference(mode: Mode, num_requests: int, compi
 def test_draft_and_select_run_in_one_cuda_graph_without_the_host(compile_for_gpu: Compiler) -> None:
     """What `lagged_budget` is for: from drafting to the packed verification step nothing waits for the host."""
     head = MarkovHeadForm(7, 4099, 64, "vanilla", hidden_size=72, weight_type="bfloat16")
-    select = PrefixSelectForm(7, "lagged_budget")
+    select = PrefixSelectForm(7)
     head_operation, select_operation = MarkovHeadOperation(head), PrefixSelectOperation(select)
     draft, choose = runner(head_operation, compile_for_gpu), runner(select_operation, compile_for_gpu)
     drafting = {**random_weights(head, 72), **random_inputs(head, 72, temperatures(13))}
@@ -196,7 +195,7 @@ def test_draft_and_select_run_in_one_cuda_graph_without_the_host(compile_for_gpu
 
 
 def test_tensors_that_do_not_fit_are_refused(compile_for_gpu: Compiler) -> None:
-    form = PrefixSelectForm(7, "lagged_budget")
+    form = PrefixSelectForm(7)
     run = runner(PrefixSelectOperation(form), compile_for_gpu)
     tensors, _ = guarded_inputs(PrefixSelectOperation(form), random_step(form, 3, seed=0))
     inputs = {name: tensor.value for name, tensor in tensors.items()}

@@ -116,7 +116,6 @@ def open_target(
     limits: EngineLimits,
     precision: Precision = "fp32",
     attention: Attention = "gqa",
-    twin: bool = False,
 ) -> OnnxRuntimeTargetEngine:
     """Write the target graph unless it is there, and open it."""
     checkpoint = read_target(str(source)) if isinstance(source, Path) else source
@@ -130,7 +129,6 @@ def open_target(
             gamma=GAMMA,
             precision=precision,
             attention=attention,
-            twin=twin,
         )
     return OnnxRuntimeTargetEngine(graphs, SETTINGS)
 
@@ -143,7 +141,6 @@ def open_pair(
     limits: EngineLimits,
     precision: Precision = "fp32",
     is_standard: bool = False,
-    twin: bool = False,
     form: DrafterForm = PLAIN_DRAFTER,
 ) -> tuple[OnnxRuntimeTargetEngine, OnnxRuntimeDraftEngine]:
     """Write all graphs and open both engines."""
@@ -154,7 +151,6 @@ def open_pair(
         limits=limits,
         precision=precision,
         attention="standard" if is_standard else "gqa",
-        twin=twin,
     )
     write_drafter_graphs(
         target,
@@ -163,7 +159,6 @@ def open_pair(
         limits=limits,
         precision=precision,
         attention="standard" if is_standard else "drafter",
-        twin=twin,
         form=form,
     )
     return engine, OnnxRuntimeDraftEngine(graphs, SETTINGS)

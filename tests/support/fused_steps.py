@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from dspark_trt_plugins.prefix_select.reference import lagged_budget, survival
 
+from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import (
     DraftBatch,
     EngineLimits,
@@ -21,7 +22,7 @@ from dspark_trt.contract.protocol import (
     TargetBatch,
 )
 from dspark_trt.reference.engines import open_reference_engines
-from dspark_trt.runtime.prefix_scheduler import admission_order, calibrated_confidence, survival_of
+from dspark_trt.runtime.prefix_scheduler import admission_order, survival_of
 from tests.support.conversations import read_pair
 from tests.support.factories import write_drafter, write_target
 from tests.support.onnxruntime_device_session import open_device_pair, spoil, valid_positions
@@ -139,7 +140,8 @@ class FusedSteps:
         """As the scheduler of the runtime does, and as the plugin's reference does."""
         num_drafting, count = len(confidence), len(select.caps)
         free_caps = np.where(select.is_forced, 0, select.caps)[:num_drafting]
-        calibrated = calibrated_confidence(confidence, select.temperatures.astype(np.float64))
+        calibration = Calibration.from_temperatures(select.temperatures.tolist())
+        calibrated = calibration.confidence(confidence, np.ones(num_drafting, np.bool_))
         requests, _ = admission_order(survival_of(calibrated), free_caps)
         admitted = np.bincount(requests[: select.num_admitted], minlength=count)
         chosen = np.where(select.is_forced, select.caps, admitted)

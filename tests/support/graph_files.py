@@ -58,6 +58,21 @@ def without_float_types(graph: Path) -> onnx.ModelProto:
     return model
 
 
+def write_twin(half: Path, whole: Path, twin: Path) -> Path:
+    """Float32 twins of the 16-bit graphs in `half`: node for node, Casts included, with
+    the values of `whole`, the graphs in float32.
+
+    ONNX Runtime runs a twin where it does not run the 16-bit graph.
+    """
+    twin.mkdir()
+    for graph in half.glob("*.onnx"):
+        values, model = initial_values(whole / graph.name), without_float_types(graph)
+        for tensor in model.graph.initializer:
+            tensor.CopyFrom(numpy_helper.from_array(values[tensor.name], tensor.name))
+        onnx.save(model, twin / graph.name)
+    return twin
+
+
 def all_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """Nodes of the graph and of function bodies, branches included."""
     for nodes in (model.graph.node, *(function.node for function in model.functions)):

@@ -32,10 +32,8 @@ def random_step(form: PrefixSelectForm, num_requests: int, seed: int, num_paddin
     logits[random.random(block) < 0.03] = random.choice([np.nan, np.inf, -np.inf])
     caps = random.integers(0, form.gamma + 1, num_requests)
     is_forced = random.random(num_requests) < 0.2
-    prefill_tokens = int(random.integers(0, 40))
     num_offered = int(np.where(is_forced, 0, caps).sum())
-    stairs = random.choice([0.0, 0.0, 0.4, 3.0], prefill_tokens + num_requests + int(caps.sum()) + 1)
-    inputs = {
+    return {
         "confidence_logits": logits,
         "temperatures": random.uniform(0.5, 2, form.gamma).astype(np.float32),
         "caps": caps,
@@ -47,11 +45,8 @@ def random_step(form: PrefixSelectForm, num_requests: int, seed: int, num_paddin
         "row_requests": row_requests,
         "row_query_lengths": row_query_lengths,
         "token_index": np.arange(num_requests + int(caps.sum()) + num_padding),
-        "step_ms": (np.cumsum(stairs) + random.choice([1.0, 5.0, 40.0])).astype(np.float32),
-        "prefill_tokens": np.array([prefill_tokens]),
         "num_admitted": np.array([random.integers(0, num_offered + 1)]),
     }
-    return {name: inputs[name] for name in form.input_names}
 
 
 def function_model(form: PrefixSelectForm) -> onnx.ModelProto:

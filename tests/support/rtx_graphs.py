@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,11 @@ from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, compile_graphs
+from dspark_trt.engines.tensorrt.compiler.build import CompileSettings, GraphCompiler
 from dspark_trt.engines.tensorrt.compiler.facts import EngineFacts, engine_path, read_facts
+from dspark_trt.engines.tensorrt.compiler.graphs import open_graphs
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from dspark_trt.engines.tensorrt.library import BuildLog
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.select import write_select_graph
 from dspark_trt.graphs.target import write_target_graph
@@ -70,12 +72,46 @@ def compile_pair(
     use_plugins: bool,
     names: Sequence[str] = GRAPHS,
     sms: tuple[int, ...] = SMS,
-    listen: Callable[[str], None] | None = None,
 ) -> dict[str, EngineFacts]:
-    """Compile with TensorRT-RTX; facts by graph."""
+    """Compile some graphs with TensorRT-RTX; facts by graph."""
     folder.mkdir(parents=True)
-    compile_graphs(pair.graphs, folder, CompileSettings("tensorrt_rtx", sms, use_plugins), names=names, listen=listen)
+    compile_some(pair.graphs, GraphCompiler(CompileSettings("tensorrt_rtx", sms, use_plugins), folder), names)
     return {graph: read_facts(folder, graph) for graph in names}
+
+
+def compile_some(graphs: Path, compiler: GraphCompiler, names: Sequence[str]) -> None:
+    """As `compile_graphs` compiles all of them."""
+    opened = open_graphs(graphs)
+    with compiler.plugins([opened.models[graph] for graph in names]):
+        for graph in names:
+            compiler.compile(opened, graph, lambda fraction: None)
+
+
+class ListeningLog(BuildLog):
+    """Keeps every message, verbose ones too."""
+
+    def __init__(self, trt: Any) -> None:
+        super().__init__(trt)
+        self.messages: list[str] = []
+
+    def write(self, level: int | None, message: str) -> None:
+        self.messages.append(message)
+        super().write(level, message)
+
+
+class DetailedCompiler(GraphCompiler):
+    """For looking into an engine: it keeps the names of its layers, and the compiler tells all."""
+
+    log: ListeningLog
+
+    def __init__(self, settings: CompileSettings, folder: Path) -> None:
+        super().__init__(settings, folder)
+        self.log = ListeningLog(self.trt)
+
+    def configuration(self, *arguments: Any) -> Any:
+        config = super().configuration(*arguments)
+        config.profiling_verbosity = self.trt.ProfilingVerbosity.DETAILED
+        return config
 
 
 def expected_layers(pair: Pair, *, use_plugins: bool) -> dict[str, dict[str, int]]:

@@ -106,7 +106,7 @@ class ToyStepEngine(FailingEngine):
             "token_index": np.arange(num_requests + num_verified),
             "num_admitted": np.array([select.num_admitted]),
         }
-        chosen = prefix_select(PrefixSelectForm(gamma=gamma, mode="lagged_budget"), inputs)
+        chosen = prefix_select(PrefixSelectForm(gamma), inputs)
         assert chosen["num_tokens"].tolist() == [num_requests + num_verified], "known before the draft"
         return chosen
 

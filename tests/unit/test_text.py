@@ -144,10 +144,6 @@ def test_ids_of_padding_rows_decode_to_nothing(codec: TextCodec) -> None:
     assert codec.decode([*codec.encode("a"), codec.vocab_size, codec.vocab_size + 7]) == "a"
 
 
-def test_end_of_sequence_ids_come_along(codec: TextCodec) -> None:
-    assert codec.eos_token_ids == (2, 3)
-
-
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -220,3 +216,75 @@ def test_template_variables_cannot_replace_the_chat(codec: TextCodec) -> None:
 
 def test_empty_bad_word_bans_nothing(codec: TextCodec) -> None:
     assert codec.encode_words([""]) == ()
+
+
+SHOWS_ALL = (
+    "{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
+    "{% for call in m.tool_calls or [] %}{{ (call.function or call).arguments | tojson }}{% endfor %}]{% endfor %}"
+    "{% if add_generation_prompt %}>{% endif %}"
+)
+
+
+def shown(tokenizer: Tokenizer, *messages: dict, **kwargs: object) -> str:
+    return codec_of(tokenizer, SHOWS_ALL).render_chat(messages, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"city": "Köln"}, '{"city": "Köln"}'),
+        ('{"city": "Köln"}', '{"city": "Köln"}'),
+        ("{}", "{}"),
+        ("no JSON", '"no JSON"'),
+        ("[1]", '"[1]"'),
+        ("[" * 100_000, '"' + "[" * 100_000 + '"'),
+    ],
+)
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_arguments_of_tool_calls_may_be_json_text(
+    tokenizer: Tokenizer, arguments: object, expected: str, is_nested: bool
+) -> None:
+    call = {"name": "weather", "arguments": arguments}
+    calls = [{"type": "function", "function": call} if is_nested else call]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    assert shown(tokenizer, message) == f"[assistant|||{expected}]>"
+    assert calls[0].get("arguments", arguments) == arguments, "the client's message stays as it is"
+
+
+def test_a_null_or_missing_content_is_an_empty_text(tokenizer: Tokenizer) -> None:
+    assert (
+        shown(tokenizer, {"role": "assistant", "content": None}, {"role": "assistant"})
+        == "[assistant|||][assistant|||]>"
+    )
+
+
+@pytest.mark.parametrize("key", ["reasoning", "reasoning_content"])
+def test_reasoning_goes_by_either_name(tokenizer: Tokenizer, key: str) -> None:
+    assert shown(tokenizer, {"role": "assistant", "content": "4", key: "2 + 2"}) == "[assistant|4|2 + 2|]>"
+
+
+def test_a_final_message_is_continued(tokenizer: Tokenizer) -> None:
+    chat = [{"role": "user", "content": "Say abc"}, {"role": "assistant", "content": "ab "}]
+    found = shown(tokenizer, *chat, continue_final_message=True)
+    assert found == "[user|Say abc||][assistant|ab "
+    assert shown(tokenizer, *chat, continue_final_message=False).endswith("[assistant|ab ||]>")
+
+
+def test_a_final_message_is_continued_as_in_transformers(folder: Path, codec: TextCodec) -> None:
+    from transformers import AutoTokenizer
+
+    chat = [*CHAT[:2], {"role": "assistant", "content": "Fine, 123"}]
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(
+        chat, tokenize=False, continue_final_message=True
+    )
+    assert codec.render_chat(chat, continue_final_message=True) == expected
+
+
+def test_a_turn_is_either_continued_or_begun(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="continue_final_message, add_generation_prompt: expected one of them"):
+        shown(tokenizer, CHAT[0], continue_final_message=True, add_generation_prompt=True)
+
+
+def test_a_template_that_hides_the_final_message_cannot_continue_it(tokenizer: Tokenizer) -> None:
+    with pytest.raises(RequestError, match="does not show the text of the last message"):
+        codec_of(tokenizer, "nothing").render_chat(CHAT[:1], continue_final_message=True)

@@ -64,6 +64,13 @@ class Layout:
         }
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device as tensors that are made there name it: a CUDA device without an index is torch's current one."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def host_memory(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Bytes on the host, zero at first; pinned where a GPU copies from or to them."""
     return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

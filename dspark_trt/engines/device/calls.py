@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -48,48 +47,17 @@ class TargetCall:
     num_logits: int
 
 
-@dataclass(frozen=True, slots=True)
-class HostBatch:
-    """A TargetBatch whose arrays are numpy int64. `num_drafts`: selected on the device, inserted behind the anchors."""
-
-    token_ids: Int64
-    rows: Int64
-    past_lengths: Int64
-    query_lengths: Int64
-    num_decode: int
-    logit_rows: Int64
-    num_drafts: int | None = None
-
-    @property
-    def num_decode_tokens(self) -> int:
-        return int(self.query_lengths[: self.num_decode].sum()) + (self.num_drafts or 0)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids) + (self.num_drafts or 0)
+def num_decode_tokens(batch: TargetBatch, num_selected: int | None = None) -> int:
+    """Packed tokens of the segments that verify drafts, those selected on the device included."""
+    return int(batch.query_lengths[: batch.num_decode].sum()) + (num_selected or 0)
 
 
-def host_batch(batch: TargetBatch, num_drafts: int | None = None) -> HostBatch:
-    return HostBatch(
-        token_ids=to_int64(batch.token_ids),
-        rows=to_int64(batch.rows),
-        past_lengths=to_int64(batch.past_lengths),
-        query_lengths=to_int64(batch.query_lengths),
-        num_decode=batch.num_decode,
-        logit_rows=to_int64(batch.logit_rows),
-        num_drafts=num_drafts,
-    )
-
-
-def to_int64(array: Any) -> Int64:
-    """Index arrays are made on the host; one that is on a device is waited for."""
-    return np.ascontiguousarray(array.cpu() if hasattr(array, "cpu") else array, np.int64)
-
-
-def check_batch(batch: HostBatch, new_positions: Int64, gamma: int, limits: EngineLimits) -> None:
+def check_batch(
+    batch: TargetBatch, new_positions: Int64, gamma: int, limits: EngineLimits, num_selected: int | None = None
+) -> None:
     """Raises CapacityError where a call of the batch would not fit. `new_positions`: of each segment, at most."""
     check_rows(limits, batch.rows, batch.past_lengths + new_positions)
-    check_tokens(limits, batch.num_tokens)
+    check_tokens(limits, len(batch.token_ids) + (num_selected or 0))
     if (longest := int(batch.query_lengths[: batch.num_decode].max(initial=0))) > gamma + 1:
         raise CapacityError(
             f"a row would verify {longest} tokens, the engine takes an anchor and {gamma} drafts (gamma of the "
@@ -97,17 +65,22 @@ def check_batch(batch: HostBatch, new_positions: Int64, gamma: int, limits: Engi
         )
 
 
-def target_calls(batch: HostBatch, gamma: int, limits: EngineLimits) -> list[TargetCall]:
-    """The calls of a checked batch, in the order of its tokens and logit rows."""
+def target_calls(
+    batch: TargetBatch, gamma: int, limits: EngineLimits, num_selected: int | None = None
+) -> list[TargetCall]:
+    """The calls of a checked batch, in the order of its tokens and logit rows.
+
+    `num_selected` drafts are selected on the device and inserted behind the anchors, of which the batch then consists.
+    """
     n = batch.num_decode
-    num_plain, num_decode_tokens = int(batch.query_lengths[:n].sum()), batch.num_decode_tokens
+    num_plain, num_decoded = num_decode_tokens(batch), num_decode_tokens(batch, num_selected)
     wanted = batch.logit_rows[batch.logit_rows < num_plain]
-    if batch.num_drafts is not None:
-        wanted = np.arange(num_decode_tokens)
+    if num_selected is not None:
+        wanted = np.arange(num_decoded)
     of_chunks = batch.logit_rows[batch.logit_rows >= num_plain] - num_plain
     runs = prefill_runs(batch.rows[n:], batch.query_lengths[n:], limits.max_batch_tokens)
-    decode = _decode_part(batch, num_plain, gamma, limits)
-    if not runs and len(wanted) == num_decode_tokens:
+    decode = _decode_part(batch, gamma, limits, num_selected)
+    if not runs and len(wanted) == num_decoded:
         return [_bucket_call(decode, limits)]
     calls = []
     for first, last in runs or [(0, 0)]:
@@ -141,18 +114,19 @@ def _nothing() -> _DecodePart:
     return _DecodePart(_IDLE, group.padded_indices, group.padded_indices, group.padded_indices, group)
 
 
-def _decode_part(batch: HostBatch, num_plain: int, gamma: int, limits: EngineLimits) -> _DecodePart:
+def _decode_part(batch: TargetBatch, gamma: int, limits: EngineLimits, num_selected: int | None) -> _DecodePart:
     n = batch.num_decode
     if n == 0:
         return _nothing()
     rows, past, query = batch.rows[:n], batch.past_lengths[:n], batch.query_lengths[:n]
     num_rows = bucket(int(rows.max()) + 1, limits.max_slots)
-    if batch.num_drafts is not None:
-        unknown = np.zeros(batch.num_decode_tokens, np.int64)
+    num_tokens = num_decode_tokens(batch, num_selected)
+    if num_selected is not None:
+        unknown = np.zeros(num_tokens, np.int64)
         return _DecodePart((num_rows, gamma + 1), unknown, unknown, unknown, None)
     shape = num_rows, query_bucket(int(query.max()), gamma)
     group = row_group(rows, past, query, padded_to=shape)
-    return _DecodePart(shape, batch.token_ids[:num_plain], positions(past, query), group.padded_indices, group)
+    return _DecodePart(shape, batch.token_ids[:num_tokens], positions(past, query), group.padded_indices, group)
 
 
 def _bucket_call(decode: _DecodePart, limits: EngineLimits) -> TargetCall:
@@ -171,7 +145,7 @@ def _bucket_call(decode: _DecodePart, limits: EngineLimits) -> TargetCall:
 
 
 def _whole_call(
-    batch: HostBatch, decode: _DecodePart, chunks: slice, token_ids: Int64, logit_rows: Int64
+    batch: TargetBatch, decode: _DecodePart, chunks: slice, token_ids: Int64, logit_rows: Int64
 ) -> TargetCall:
     past, query = batch.past_lengths[chunks], batch.query_lengths[chunks]
     prefill = row_group(batch.rows[chunks], past, query, first_token=decode.num_tokens)

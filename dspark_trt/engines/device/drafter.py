@@ -22,7 +22,7 @@ from dspark_trt.engines.capacity import check_rows, check_tokens
 from dspark_trt.engines.device.buckets import bucket, prefill_runs
 from dspark_trt.engines.device.buffers import Arrays, FetchedOutputs, Layout, StagedInputs
 from dspark_trt.engines.device.cache import DeviceCache
-from dspark_trt.engines.device.calls import group_arrays, to_int64
+from dspark_trt.engines.device.calls import group_arrays
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
 from dspark_trt.engines.device.select import VERIFY_LEN, select_layout
@@ -93,7 +93,7 @@ class DeviceDraftEngine:
 
     def ingest(self, batch: IngestBatch) -> None:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when the backend fails."""
-        rows, past, query = (to_int64(array) for array in (batch.rows, batch.past_lengths, batch.query_lengths))
+        rows, past, query = batch.rows, batch.past_lengths, batch.query_lengths
         check_rows(self.limits, rows, past + query)
         num_tokens = int(query.sum())
         check_tokens(self.limits, num_tokens)
@@ -141,7 +141,7 @@ class DeviceDraftEngine:
 
         Padding requests read the answer of row 0 and write nothing: only a row that has a request is written.
         """
-        rows, anchor_ids, past = (to_int64(array) for array in (batch.rows, batch.anchor_ids, batch.past_lengths))
+        rows, past = batch.rows, batch.past_lengths
         check_rows(self.limits, rows, past + 1)
         count, most = len(rows), self.limits.max_slots
         shape = bucket(count, most), bucket(int(rows.max()) + 1, most)
@@ -149,10 +149,10 @@ class DeviceDraftEngine:
         row_requests[rows] = np.arange(count)
         row_query_lengths[rows] = 1
         arrays = {
-            bindings.ANCHOR_IDS: _padded(anchor_ids, shape[0]),
+            bindings.ANCHOR_IDS: _padded(batch.anchor_ids, shape[0]),
             bindings.PAST_LENGTHS: _padded(past, shape[0]),
-            bindings.TEMPERATURES: _padded(_float32(batch.temperatures), shape[0]),
-            bindings.UNIFORMS: _padded(_whole_block(_float32(batch.uniforms), self.gamma), shape[0]),
+            bindings.TEMPERATURES: _padded(batch.temperatures, shape[0]),
+            bindings.UNIFORMS: _padded(_whole_block(batch.uniforms, self.gamma), shape[0]),
             bindings.BLOCK_ROWS: _padded(rows, shape[0]),
             bindings.ROW_REQUESTS: row_requests,
             bindings.ROW_QUERY_LENGTHS: row_query_lengths,
@@ -225,10 +225,6 @@ class DeviceDraftEngine:
 
 def _is_cache(binding: Binding) -> bool:
     return "_cache." in binding.name
-
-
-def _float32(array: Any) -> NDArray[np.float32]:
-    return np.asarray(array.cpu() if hasattr(array, "cpu") else array, np.float32)
 
 
 def _whole_block(uniforms: NDArray[np.float32], gamma: int) -> NDArray[np.float32]:

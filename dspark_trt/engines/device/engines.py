@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.engines.device.buffers import with_index
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import CudaGraphCapture
@@ -53,7 +54,7 @@ def open_device_engines(
     On a CUDA device calls of bucket sizes become CUDA graphs, unless `use_cuda_graphs` is false.
     Raises EngineBuildError where the device has no room.
     """
-    device = _with_index(torch.device(device))
+    device = with_index(torch.device(device))
     with torch_errors("opening the device"):
         capture = CudaGraphCapture(device) if device.type == "cuda" and use_cuda_graphs else None
     target = DeviceTargetEngine(sessions.target, target_dims, device, gamma=drafter_dims.gamma, capture=capture)
@@ -66,10 +67,3 @@ def open_device_engines(
                 torch.cuda.current_stream(device).synchronize()
 
     return DeviceEngines(target, drafter, step, synchronize)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """A CUDA device without an index is torch's current one."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

@@ -39,9 +39,9 @@ def select_arrays(select: SelectBatch, anchor_ids: Int64, rows: Int64, past_leng
     row_requests[rows] = np.arange(len(rows))
     row_query_lengths[rows] = 1
     return {
-        "temperatures": np.asarray(select.temperatures, np.float32),
-        "caps": np.asarray(select.caps, np.int64),
-        "is_forced": np.asarray(select.is_forced, np.bool_),
+        "temperatures": select.temperatures,
+        "caps": select.caps,
+        "is_forced": select.is_forced,
         "num_admitted": np.array([select.num_admitted], np.int64),
         bindings.ANCHOR_IDS: anchor_ids,
         bindings.PAST_LENGTHS: past_lengths,

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import DraftBatch, HostDrafts, SelectBatch, SelectedOutput, TargetBatch
-from dspark_trt.engines.device.calls import TargetCall, check_batch, host_batch, target_calls
+from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_tokens, target_calls
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import Capture
@@ -64,29 +64,29 @@ class DeviceStepEngine:
         offered.
         Raises CapacityError when the step exceeds the limits, EngineBuildError when the backend fails.
         """
-        caps, is_forced = np.asarray(select.caps, np.int64), np.asarray(select.is_forced, np.bool_)
+        caps, is_forced = select.caps, select.is_forced
         num_offered, num_forced = int(caps[~is_forced].sum()), int(caps[is_forced].sum())
-        batch = host_batch(plain, num_forced + min(select.num_admitted, num_offered))
-        n, num_drafting = batch.num_decode, len(draft.rows)
+        num_selected = num_forced + min(select.num_admitted, num_offered)
+        n, num_drafting = plain.num_decode, len(draft.rows)
         assert len(caps) == n, "a cap for every request that decodes"
         assert not caps[num_drafting:].any(), "requests that do not draft have cap 0 and stand last"
         assert 0 <= caps.min() <= caps.max() <= self._drafter.gamma, "a cap is beyond the block"
-        assert (batch.query_lengths[:n] == 1).all(), "the plain step decodes anchors alone"
-        assert (np.asarray(draft.rows) == batch.rows[:num_drafting]).all(), "those that draft stand first"
-        new_positions = batch.query_lengths.copy()
+        assert (plain.query_lengths[:n] == 1).all(), "the plain step decodes anchors alone"
+        assert (draft.rows == plain.rows[:num_drafting]).all(), "those that draft stand first"
+        new_positions = plain.query_lengths.copy()
         new_positions[:n] += caps
         target, drafter = self._target, self._drafter
-        check_batch(batch, new_positions, target.gamma, target.limits)
+        check_batch(plain, new_positions, target.gamma, target.limits, num_selected)
         draft_call = drafter.draft_call(draft)
-        calls = target_calls(batch, target.gamma, target.limits)
+        calls = target_calls(plain, target.gamma, target.limits, num_selected)
         num_rows = calls[0].shape.decode[0]
-        arrays = select_arrays(select, batch.token_ids[:n], batch.rows[:n], batch.past_lengths[:n], num_rows)
+        arrays = select_arrays(select, plain.token_ids[:n], plain.rows[:n], plain.past_lengths[:n], num_rows)
         with torch_errors("draft, selection and verification"):
-            target.prepare(batch)
+            target.prepare(plain)
             drafter.inputs.send((draft_call.layout, draft_call.arrays), (self._select.layout(n, num_rows), arrays))
             target.send(calls[0])
             drafted = drafter.enqueue(draft_call)
-            self._select_into(calls[0], n, num_rows, batch.num_decode_tokens)
+            self._select_into(calls[0], n, num_rows, num_decode_tokens(plain, num_selected))
             fetched = drafter.fetched.fetch()
             verified = target.enqueue(calls)
         return SelectedOutput(

@@ -16,7 +16,7 @@ from dspark_trt.contract.protocol import EngineLimits, TargetBatch, TargetOutput
 from dspark_trt.engines.device.buckets import bucket
 from dspark_trt.engines.device.buffers import Layout, StagedInputs
 from dspark_trt.engines.device.cache import DeviceCache
-from dspark_trt.engines.device.calls import CallShape, HostBatch, TargetCall, check_batch, host_batch, target_calls
+from dspark_trt.engines.device.calls import CallShape, TargetCall, check_batch, target_calls
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
 from dspark_trt.engines.device.session import DeviceSession
@@ -28,8 +28,7 @@ Tensors = dict[str, torch.Tensor]
 class DeviceTargetEngine:
     """Verifies. Outputs are tensors on the device, views of buffers that the next call overwrites.
 
-    A call waits for nothing on the device: it makes index arrays, enqueues their copy and the graph, and returns. The
-    one exception: a batch whose index arrays are themselves on the device.
+    A call waits for nothing on the device: it makes index arrays, enqueues their copy and the graph, and returns.
     """
 
     def __init__(
@@ -75,11 +74,10 @@ class DeviceTargetEngine:
 
     def forward(self, batch: TargetBatch) -> TargetOutput:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when the backend fails."""
-        on_host = host_batch(batch)
-        check_batch(on_host, on_host.query_lengths, self.gamma, self.limits)
-        calls = target_calls(on_host, self.gamma, self.limits)
+        check_batch(batch, batch.query_lengths, self.gamma, self.limits)
+        calls = target_calls(batch, self.gamma, self.limits)
         with torch_errors("target"):
-            self.prepare(on_host)
+            self.prepare(batch)
             self.send(calls[0])
             return self.enqueue(calls)
 
@@ -88,7 +86,7 @@ class DeviceTargetEngine:
         with torch_errors("target"):
             self.cache.move_row(source, destination, num_positions)
 
-    def prepare(self, batch: HostBatch) -> None:
+    def prepare(self, batch: TargetBatch) -> None:
         """Enqueue the clearing of rows in which a request begins."""
         n = batch.num_decode
         self.cache.prepare(batch.rows[:n], batch.past_lengths[:n], self.gamma + 1)

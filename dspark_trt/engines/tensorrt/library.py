@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -110,22 +110,16 @@ class BuildLog:
 
     TensorRT has one logger in a process, the first that it is given, and ignores every other one. So all builds and
     runtimes share one here, and it writes into the youngest BuildLog.
-
-    Args:
-        listen: gets every message, verbose ones too.
     """
 
-    def __init__(self, trt: Any, listen: Callable[[str], None] | None = None) -> None:
+    def __init__(self, trt: Any) -> None:
         self._problems: list[str] = []
-        self._listen = listen
         self.logger = _process_logger(trt)
         self.logger.logs = [reference for reference in self.logger.logs if reference() is not None]
         self.logger.logs.append(weakref.ref(self))
 
     def write(self, level: int | None, message: str) -> None:
-        """`level` of the log of dspark_trt; None for what only a listener wants."""
-        if self._listen is not None:
-            self._listen(message)
+        """`level` of the log of dspark_trt; None for verbose messages, which it does not take."""
         if level is None or _REMINDER in message:
             return
         logger.log(level, "%s", message)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from dspark_trt_plugins.registry import register_plugins
 
+from dspark_trt.engines.device.buffers import with_index
 from dspark_trt.engines.tensorrt.library import BuildLog, Library, import_library
 from dspark_trt.errors import EngineBuildError
 
@@ -96,8 +97,3 @@ class TensorRTRuntime:
         """With TensorRT's own words, which it logs and does not raise."""
         said = "; ".join(self.log.take()) or "it said nothing"
         return EngineBuildError(f"{what}: {said}; run `dspark-trt build` again on this machine if it stays so")
-
-
-def with_index(device: torch.device) -> torch.device:
-    """The device as tensors that were made there name it: "cuda" is one of them."""
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device

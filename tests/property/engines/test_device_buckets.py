@@ -3,6 +3,7 @@ padding is never read and never read from."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -11,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_trt.contract import bindings
-from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.device.buckets import LARGEST_POWER, bucket, prefill_runs, query_bucket
-from dspark_trt.engines.device.calls import HostBatch, check_batch, target_calls
+from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_tokens, target_calls
 from dspark_trt.engines.tensorrt.compiler.profiles import graph_profiles
 from dspark_trt.errors import CapacityError
 from tests.support.profile_choice import chosen_profile
@@ -47,8 +48,23 @@ def test_rows_decode_one_token_or_a_block() -> None:
         query_bucket(GAMMA + 2, GAMMA)
 
 
+@dataclass(frozen=True)
+class Step:
+    """A target batch, and how many drafts are selected on the device and inserted behind its anchors."""
+
+    batch: TargetBatch
+    num_selected: int | None
+
+    def calls(self) -> list[TargetCall]:
+        return target_calls(self.batch, GAMMA, LIMITS, self.num_selected)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return num_decode_tokens(self.batch, self.num_selected)
+
+
 @st.composite
-def batches(draw: st.DrawFn) -> HostBatch:
+def steps(draw: st.DrawFn) -> Step:
     """Any target batch within the limits, drafts selected on the device or not."""
     rows = draw(st.lists(st.integers(0, LIMITS.max_slots - 1), min_size=1, max_size=8, unique=True))
     num_decode = draw(st.integers(0, len(rows)))
@@ -59,24 +75,23 @@ def batches(draw: st.DrawFn) -> HostBatch:
     num_drafts = None if num_drafts is None else min(num_drafts, LIMITS.max_batch_tokens - sum(query))
     num_tokens = sum(query)
     wanted = sorted(draw(st.sets(st.integers(0, num_tokens - 1)))) if draw(st.booleans()) else range(num_tokens)
-    return HostBatch(
+    batch = TargetBatch(
         token_ids=100 + np.arange(num_tokens),
         rows=np.array(rows),
         past_lengths=np.array([draw(st.integers(0, 150)) for _ in rows]),
         query_lengths=np.array(query),
         num_decode=num_decode,
         logit_rows=np.array(wanted, np.int64),
-        num_drafts=num_drafts,
     )
+    return Step(batch, num_drafts)
 
 
-@given(batches())
-def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(batch: HostBatch) -> None:
-    check_batch(batch, batch.query_lengths, GAMMA, LIMITS)
-    calls = target_calls(batch, GAMMA, LIMITS)
-    num_drafts = batch.num_drafts or 0
-    assert sum(call.num_tokens for call in calls) == batch.num_tokens
-    if batch.num_drafts is None:
+@given(steps())
+def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(step: Step) -> None:
+    batch, calls = step.batch, step.calls()
+    check_batch(batch, batch.query_lengths, GAMMA, LIMITS, step.num_selected)
+    assert sum(call.num_tokens for call in calls) == len(batch.token_ids) + (step.num_selected or 0)
+    if step.num_selected is None:
         assert sum(call.num_logits for call in calls) == len(batch.logit_rows)
     seen: list[tuple[int, int, int]] = []  # row, position, token id, in packed order; selected ones as they come
     for at, call in enumerate(calls):
@@ -85,7 +100,7 @@ def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(batch: HostB
         assert call.num_logits <= shape.num_logits
         assert shape.decode[0] <= LIMITS.max_slots
         assert shape.decode[1] in (1, GAMMA + 1)
-        selected = batch.num_decode_tokens if batch.num_drafts is not None and at == 0 else 0
+        selected = step.num_decode_tokens if step.num_selected is not None and at == 0 else 0
         if not arrays:
             assert selected == call.num_tokens, "only the selection needs nothing of the host"
             continue
@@ -125,15 +140,14 @@ def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(batch: HostB
         for row, past, length in zip(batch.rows, batch.past_lengths, batch.query_lengths, strict=True)
         for query_index in range(length)
     ]
-    skipped = batch.num_decode if batch.num_drafts is not None else 0
+    skipped = batch.num_decode if step.num_selected is not None else 0
     assert seen == [(*where, 100 + at) for at, where in enumerate(expected)][skipped:]
-    assert num_drafts == batch.num_tokens - len(batch.token_ids)
 
 
-@given(batches())
-def test_calls_ask_for_the_logits_of_the_batch_in_order(batch: HostBatch) -> None:
-    wanted, first = [], 0
-    for call in target_calls(batch, GAMMA, LIMITS):
+@given(steps())
+def test_calls_ask_for_the_logits_of_the_batch_in_order(step: Step) -> None:
+    batch, wanted, first = step.batch, [], 0
+    for call in step.calls():
         rows = (
             call.arrays.get(bindings.LOGIT_ROWS, np.arange(call.num_logits))
             if call.arrays
@@ -141,11 +155,11 @@ def test_calls_ask_for_the_logits_of_the_batch_in_order(batch: HostBatch) -> Non
         )
         wanted += [first + int(row) for row in rows[: call.num_logits]]
         first += call.num_tokens
-    if batch.num_drafts is None:
+    if step.num_selected is None:
         assert wanted == batch.logit_rows.tolist()
     else:
-        of_chunks = batch.logit_rows[batch.logit_rows >= batch.num_decode] + batch.num_drafts
-        assert wanted == [*range(batch.num_decode_tokens), *of_chunks]
+        of_chunks = batch.logit_rows[batch.logit_rows >= batch.num_decode] + step.num_selected
+        assert wanted == [*range(step.num_decode_tokens), *of_chunks]
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 64)), max_size=12, unique_by=lambda each: each[0]))
@@ -169,15 +183,15 @@ def test_adjacent_prompts_share_a_call_and_distant_ones_do_not() -> None:
 
 def test_a_row_that_would_verify_more_than_a_block_is_refused() -> None:
     none = np.zeros(1, np.int64)
-    batch = HostBatch(np.zeros(GAMMA + 2, np.int64), none, none, none + GAMMA + 2, 1, none)
+    batch = TargetBatch(np.zeros(GAMMA + 2, np.int64), none, none, none + GAMMA + 2, 1, none)
     with pytest.raises(CapacityError, match="a row would verify 6 tokens, the engine takes an anchor and 4 drafts"):
         check_batch(batch, batch.query_lengths, GAMMA, LIMITS)
 
 
-@given(batches())
-def test_every_target_call_fits_a_profile_that_tensorrt_compiles(batch: HostBatch) -> None:
+@given(steps())
+def test_every_target_call_fits_a_profile_that_tensorrt_compiles(step: Step) -> None:
     profiles = graph_profiles(bindings.TARGET_GRAPH, LIMITS, GAMMA)
-    for call in target_calls(batch, GAMMA, LIMITS):
+    for call in step.calls():
         decode, prefill = call.shape.decode, call.shape.prefill or (1, 1)
         extents = {"T": call.shape.num_tokens, "L": call.shape.num_logits}
         extents |= {"B_decode": decode[0], "S_decode": decode[1], "B_prefill": prefill[0], "S_prefill": prefill[1]}

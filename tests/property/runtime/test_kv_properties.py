@@ -67,7 +67,7 @@ class CacheMachine(RuleBasedStateMachine):
         if num_accepted:
             self.cache.commit(row, num_accepted)
         else:
-            self.cache.rollback(row)
+            self.cache.commit(row, 0)
         sequence.tokens += written[:num_accepted]
 
     @precondition(lambda self: self.slots.occupants)

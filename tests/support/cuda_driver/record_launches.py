@@ -13,11 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from dspark_trt_plugins.bundle import KernelBundle, read_bundle
-from dspark_trt_plugins.markov_head.plugin import operation as markov_head
 from dspark_trt_plugins.operation import Operation
-from dspark_trt_plugins.row_attention.plugin import operation as row_attention
+from dspark_trt_plugins.registry import operation_of
 
-OPERATIONS = {"MarkovHead": markov_head, "RowAttention": row_attention}
 EXTENTS = {"R": 3, "B": 3, "S": 5}
 WORKSPACE = 0x7F00_0000_0000
 
@@ -68,7 +66,7 @@ def main(library: str, way: str, bundle_path: str, stream: str) -> None:
     driver = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # its SONAME is that of the real driver, which is not opened then
     driver.driver_log.restype = ctypes.c_char_p
     bundle = read_bundle(Path(bundle_path))
-    operation = OPERATIONS[bundle.operation](bundle.attributes)
+    operation = operation_of(bundle.operation, bundle.attributes)
     ways = {
         "launcher": launch,
         "plugin": launch_by_plugin,

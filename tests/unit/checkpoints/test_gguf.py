@@ -79,7 +79,7 @@ def test_demonstration_target_equals_what_transformers_loads(demo_target_path: P
     assert (decoder.num_layers, decoder.hidden_size, decoder.head_dim) == (30, 576, 64)
     assert decoder.rms_norm_eps == config.rms_norm_eps
     assert decoder.rope == RopeSpec(config.rope_parameters["rope_theta"])
-    assert checkpoint.spec.eos_token_ids == (config.eos_token_id,)
+    assert checkpoint.spec.eos_token_ids == (config.eos_token_id, 0)  # <|endoftext|> by its name
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])

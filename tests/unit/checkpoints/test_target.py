@@ -262,19 +262,6 @@ def test_generation_config_is_optional(tmp_path: Path) -> None:
     assert read_target(str(folder)).spec.eos_token_ids == (2,)
 
 
-def test_source_files_are_all_that_the_build_depends_on(tmp_path: Path) -> None:
-    folder = write_target(tmp_path, shards=2, tokenizer=True, vocab_size=300)
-    assert {file.name for file in read_target(str(folder)).source_files} == {
-        "config.json",
-        "generation_config.json",
-        "tokenizer.json",
-        "tokenizer_config.json",
-        "model.safetensors.index.json",
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-    }
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_non_finite_weights_are_found_in_every_element_type(tmp_path: Path, dtype: str, bad: float) -> None:
@@ -287,3 +274,78 @@ def test_non_finite_weights_are_found_in_every_element_type(tmp_path: Path, dtyp
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight has 1 NaN or infinite"):
         check_finite(read_target(str(folder)).weights, "target")
+
+
+@pytest.mark.parametrize(
+    ("original", "factor", "max_positions", "expected"),
+    [(128, 4.0, 160, 512), (128, 4.0, 512, 512), (128, 4.0, 1024, 1024), (128, 2.5, 100, 320), (None, 4.0, 160, 640)],
+)
+def test_yarn_reaches_its_factor_times_the_original_positions(
+    tmp_path: Path, original: int | None, factor: float, max_positions: int, expected: int
+) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": factor, "original_max_position_embeddings": original}
+    folder = write_target(tmp_path, rope=rope, max_positions=max_positions)
+    assert read_target(str(folder)).spec.decoder.max_position_embeddings == expected
+
+
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_other_scalings_reach_what_the_configuration_says(tmp_path: Path, factor: float) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}
+    assert read_target(str(write_target(tmp_path, rope=rope))).spec.decoder.max_position_embeddings == 512
+
+
+@pytest.mark.parametrize(
+    ("extra", "field", "expected"),
+    [
+        ({"rms_norm_eps": None}, "rms_norm_eps", 1e-6),
+        ({"max_position_embeddings": None}, "max_position_embeddings", 2048),
+        ({"max_position_embeddings": 512.0}, "max_position_embeddings", 512),
+        ({"num_key_value_heads": 2, "tie_word_embeddings": None, "attention_bias": None}, "has_qkv_bias", False),
+        ({"rope_scaling": {"rope_type": "default"}}, "rope", RopeSpec(10000.0)),
+    ],
+)
+def test_values_that_transformers_loads_are_loaded(tmp_path: Path, extra: dict, field: str, expected: object) -> None:
+    assert getattr(read_target(str(write_target(tmp_path, config_extra=extra))).spec.decoder, field) == expected
+
+
+def test_a_key_that_is_null_is_as_good_as_absent(tmp_path: Path) -> None:
+    folder = write_target(tmp_path)
+    values = json.loads((folder / "config.json").read_text())
+    nothing = dict.fromkeys(
+        ("rms_norm_eps", "mlp_bias", "rope_scaling", "layer_types", "use_sliding_window", "head_dim")
+    )
+    (folder / "config.json").write_text(json.dumps(values | nothing))
+    assert read_target(str(folder)).spec.decoder.rms_norm_eps == 1e-6
+
+
+@pytest.mark.parametrize("original", [128, 128.0])
+def test_positions_written_as_floats_are_whole_numbers(tmp_path: Path, original: float) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4, "original_max_position_embeddings": original}
+    rope_spec = read_target(str(write_target(tmp_path, rope=rope))).spec.decoder.rope
+    assert rope_spec.original_max_position_embeddings == 128
+    broken = write_target(tmp_path, rope=rope | {"original_max_position_embeddings": 128.5})
+    with pytest.raises(CheckpointError, match=r"original_max_position_embeddings.*found 128\.5"):
+        read_target(str(broken))
+
+
+@pytest.mark.parametrize("bos", [97, 128000, -1])
+def test_a_bos_outside_the_vocabulary_is_none(tmp_path: Path, bos: int, caplog: pytest.LogCaptureFixture) -> None:
+    folder = write_target(tmp_path, config_extra={"bos_token_id": bos})
+    assert read_target(str(folder)).spec.bos_token_id is None
+    assert f"token {bos} (bos_token_id) is outside the vocabulary of 97" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({"do_sample": False, "top_p": 0.0, "temperature": -1, "top_k": -5}, GenerationDefaults()),
+        ({"top_p": 2.0}, GenerationDefaults()),
+        ({"do_sample": None, "temperature": None}, GenerationDefaults()),
+        ({"do_sample": True, "top_k": -1}, GenerationDefaults(temperature=1.0)),
+        ({"do_sample": True, "top_p": 0.0, "temperature": 0.7}, GenerationDefaults()),
+    ],
+)
+def test_sampling_values_that_are_off_or_unused_are_accepted(
+    tmp_path: Path, generation: dict, expected: GenerationDefaults
+) -> None:
+    assert read_target(str(write_target(tmp_path, generation=generation))).spec.generation_defaults == expected

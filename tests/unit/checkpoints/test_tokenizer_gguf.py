@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dspark_trt.checkpoints.gguf_target import open_gguf
-from dspark_trt.checkpoints.gguf_tokenizer import gguf_tokenizer
+from dspark_trt.checkpoints.gguf_tokenizer import gguf_end_tokens, gguf_tokenizer
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
 from dspark_trt.errors import CheckpointError
 from dspark_trt.text import TextCodec
@@ -136,7 +136,25 @@ def test_template_and_special_tokens_come_along(tmp_path: Path) -> None:
     write_tokenizer(str(file), tmp_path / "tokenizer")
     codec = TextCodec.load(tmp_path / "tokenizer")
     assert codec.render_chat([{"role": "user", "content": "ab"}]) == "<|start|>ab"
-    assert codec.eos_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("special_ids", "expected"),
+    [({"eos": 2}, (2,)), ({"eos": 2, "eot": 3, "eom": 1}, (2, 3, 1)), ({}, ())],
+)
+def test_end_tokens_are_all_that_the_file_names(tmp_path: Path, special_ids: dict, expected: tuple[int, ...]) -> None:
+    file = write_tokenizer_gguf(
+        tmp_path / "t.gguf", tokens=TOKENS, types=TYPES, merges=MERGES, pre="smollm", special_ids=special_ids
+    )
+    assert gguf_end_tokens(open_gguf(file)) == expected
+
+
+def test_control_tokens_whose_name_says_it_end_a_text(tmp_path: Path) -> None:
+    tokens, types = [*TOKENS, "<|eot_id|>", "<|im_end|>"], [*TYPES, CONTROL, NORMAL]
+    file = write_tokenizer_gguf(
+        tmp_path / "t.gguf", tokens=tokens, types=types, merges=MERGES, pre="smollm", special_ids={"eos": 2}
+    )
+    assert gguf_end_tokens(open_gguf(file)) == (2, len(TOKENS))
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +179,7 @@ def test_demonstration_tokenizer_splits_digits(demo_codec: TextCodec) -> None:
 def test_demonstration_tokenizer_loses_nothing(demo_codec: TextCodec, text: str) -> None:
     ids = demo_codec.encode(text)
     assert demo_codec.decode(ids, skip_special_tokens=False) == text
-    assert not any(token in ids for token in demo_codec.eos_token_ids)
+    assert not any(demo_codec.decode([token]) == "" for token in ids)
 
 
 @pytest.mark.demo

@@ -18,7 +18,7 @@ from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.target import write_target_graph
 from tests.support.conversations import read_pair
 from tests.support.factories import write_drafter, write_target
-from tests.unit.graphs.test_weights import LIMITS, new_bytes, write
+from tests.unit.graphs.test_weights import LIMITS, write
 
 HALVES: tuple[tuple[Precision, str, int], ...] = (
     ("bf16", "bfloat16", TensorProto.BFLOAT16),
@@ -62,8 +62,6 @@ def test_a_float32_checkpoint_is_written_once_in_half_the_bytes(
     graphs = write_pair(tmp_path, "float32", precision)
     source = (tmp_path / "target" / "model.safetensors").stat().st_size
     assert 0.45 * source < (graphs / "target.weights").stat().st_size < 0.6 * source
-    twin = write_pair(tmp_path / "again", "float32", precision, twin=True)
-    assert new_bytes(twin) < 0.3 * new_bytes(graphs)  # all of a float32 twin is linked
 
 
 @pytest.mark.parametrize(("precision", "dtype", "onnx_type"), HALVES)
@@ -122,11 +120,6 @@ def test_16_bits_need_standard_attention(precision: Precision, attention: Attent
     source = write_target(tmp_path / "target", head_dim=16)
     with pytest.raises(ExportError, match=f"precision {precision}: expected attention 'standard', found '{attention}'"):
         write(source, tmp_path / "graphs", precision, attention)
-
-
-def test_a_twin_needs_casts_to_be_a_twin_of(tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="precision fp32 has no float32 twin"):
-        write_pair(tmp_path, "float32", "fp32", twin=True)
 
 
 def test_sharing_needs_a_target_graph_of_the_same_element_type(tmp_path: Path) -> None:

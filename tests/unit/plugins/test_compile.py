@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[3]
 REPORT = REPOSITORY / "plugins" / "resources.json"
 COMPILED_HERE = (
     "smollm2-135m",
-    "prefix-select-lagged-budget",
+    "prefix-select",
     "row-attention-smollm2-135m",
 )  # the others take minutes; their report is committed
 
@@ -86,8 +86,8 @@ def test_spills_and_too_much_shared_memory_are_found() -> None:
 def test_a_process_that_interprets_kernels_says_why_it_cannot_compile() -> None:
     script = (
         "from dspark_trt_plugins.compile import compile_operation\n"
-        "from dspark_trt_plugins.prefix_select.plugin import operation\n"
-        "compile_operation(operation({'gamma': 7, 'mode': 'early_stop'}), [90])\n"
+        "from dspark_trt_plugins.named_forms import NAMED_FORMS\n"
+        "compile_operation(NAMED_FORMS['prefix-select'], [90])\n"
     )
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 from dspark_trt_plugins.bundle import CompiledKernel, KernelBundle, bundle_from_bytes, read_bundle
-from dspark_trt_plugins.markov_head.plugin import operation as markov_head
 from dspark_trt_plugins.operation import (
     ELEMENT_BYTES,
     ElementType,
@@ -26,7 +25,7 @@ from dspark_trt_plugins.operation import (
     workspace_offsets,
 )
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
-from dspark_trt_plugins.row_attention.plugin import operation as row_attention
+from dspark_trt_plugins.registry import operation_of
 
 from tests.support.cuda_driver.build import build_driver
 from tests.support.cuda_driver.record_launches import WORKSPACE, address
@@ -91,7 +90,7 @@ def test_launches_carry_the_right_parameters_in_order(way: str, driver: Path, tm
     """
     result = record(driver, way, BUNDLE, tmp_path)
     assert result.returncode == 0, result.stderr
-    operation = markov_head(FORM)
+    operation = operation_of("MarkovHead", FORM)
     names = [tensor.name for tensor in (*operation.inputs, *operation.outputs)]
     at = {name: f"{address(index):x}" for index, name in enumerate(names)}
     tile_max = f"{WORKSPACE:x}"
@@ -139,7 +138,7 @@ def test_attention_is_launched_in_splits(way: str, driver: Path, tmp_path: Path)
     """Three rows of five slots: 15 queries for each of 9 key heads, in 3 splits of 600 positions."""
     result = record(driver, way, ATTENTION, tmp_path)
     assert result.returncode == 0, result.stderr
-    operation = row_attention(ATTENTION.attributes)
+    operation = operation_of("RowAttention", ATTENTION.attributes)
     offsets, _ = workspace_offsets(operation.workspace, {"B": 3, "S": 5})
     query, keys, values, last_seen, attended = (f"{address(index):x}" for index in range(5))
     parts = " ".join(f"{WORKSPACE + offsets[name]:x}" for name in ("accumulators", "maxima", "sums"))
@@ -167,7 +166,7 @@ PROMPTS = KernelBundle(
 def test_attention_over_a_prompt_chunk_is_one_launch_without_workspace(way: str, driver: Path, tmp_path: Path) -> None:
     result = record(driver, way, PROMPTS, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert row_attention(PROMPTS.attributes).workspace == ()
+    assert operation_of("RowAttention", PROMPTS.attributes).workspace == ()
     query, keys, values, last_seen, attended = (f"{address(index):x}" for index in range(5))
     assert result.stdout.splitlines() == [
         f"launch attend_split_16_entry 9,1,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {attended} 5 1 0 0"
@@ -227,12 +226,12 @@ def test_shapes_that_do_not_fit_are_refused_by_name() -> None:
 
 
 def test_attributes_that_are_no_form_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"PrefixSelectForm: expected the attributes .* found \['gamma'\]"):
-        form_from_attributes(PrefixSelectForm, {"gamma": 7})
+    with pytest.raises(ValueError, match=r"PrefixSelectForm: expected the attributes .* found \['gamma', 'mode'\]"):
+        form_from_attributes(PrefixSelectForm, {"gamma": 7, "mode": "early_stop"})
 
 
 def test_workspace_tensors_do_not_overlap() -> None:
-    operation = markov_head({**FORM, "head_type": "rnn", "top_n": 7})
+    operation = operation_of("MarkovHead", {**FORM, "head_type": "rnn", "top_n": 7})
     offsets, size = workspace_offsets(operation.workspace, {"R": 5})
     ends = {t.name: offsets[t.name] + t.num_bytes({"R": 5}) for t in operation.workspace}
     for tensor in operation.workspace:

@@ -14,7 +14,7 @@ from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.markov_head.reference import markov_head
 from dspark_trt_plugins.named_forms import NAMED_FORMS
 from dspark_trt_plugins.operation import extents_of
-from dspark_trt_plugins.prefix_select.form import Mode, PrefixSelectForm
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.reference import prefix_select
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
 from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
@@ -39,9 +39,8 @@ def test_the_torch_markov_head_equals_the_reference(head_type: Any, rank: int, t
     np.testing.assert_allclose(found["confidence_logits"], expected.confidence_logits, atol=2e-5)
 
 
-@pytest.mark.parametrize("mode", ["early_stop", "lagged_budget"])
-def test_the_torch_prefix_select_equals_the_reference(mode: Mode) -> None:
-    form = PrefixSelectForm(7, mode)
+def test_the_torch_prefix_select_equals_the_reference() -> None:
+    form = PrefixSelectForm(7)
     for seed in range(20):
         inputs = random_step(form, 9, seed)
         found = torch_prefix_select(form, {name: torch.from_numpy(value) for name, value in inputs.items()})
@@ -62,7 +61,7 @@ def test_the_floor_of_top_n_counts_the_candidates_rows() -> None:
     assert whole - restricted == 2 * 7 * 256 * (151_936 - 2048)
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "prefix-select-lagged-budget", "prefix-select-early-stop"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "prefix-select"])
 def test_example_inputs_fit_the_operation(name: str) -> None:
     operation = NAMED_FORMS[name]
     inputs = example_inputs(operation, 3, "cpu")

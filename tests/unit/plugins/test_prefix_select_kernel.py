@@ -6,21 +6,18 @@ change.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from dspark_trt_plugins.prefix_select.form import Mode, PrefixSelectForm
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
-from dspark_trt_plugins.prefix_select.reference import best_budget, early_stop, prefix_select, survival
+from dspark_trt_plugins.prefix_select.reference import prefix_select
 from onnx.inliner import inline_local_functions
 
 from tests.support.interpreted_kernels import run_interpreted
 from tests.support.prefix_select_cases import Arrays, function_model, random_step
 
-MODES: tuple[Mode, ...] = ("early_stop", "lagged_budget")
 GAMMA = 7
 
 
@@ -39,10 +36,9 @@ def assert_equal(found: Arrays, expected: Arrays) -> None:
         np.testing.assert_array_equal(found[name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_requests", [1, 2, 13, 64, 75])
-def test_kernel_reference_and_function_body_select_and_pack_the_same(mode: Mode, num_requests: int) -> None:
-    form = PrefixSelectForm(GAMMA, mode)
+def test_kernel_reference_and_function_body_select_and_pack_the_same(num_requests: int) -> None:
+    form = PrefixSelectForm(GAMMA)
     num_admitted = 0
     for seed in range(8 if num_requests < 64 else 2):
         inputs = random_step(form, num_requests, seed)
@@ -53,9 +49,8 @@ def test_kernel_reference_and_function_body_select_and_pack_the_same(mode: Mode,
     assert num_admitted > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_one_draft_per_block_and_no_offered_draft(mode: Mode) -> None:
-    form = PrefixSelectForm(1, mode)
+def test_one_draft_per_block_and_no_offered_draft() -> None:
+    form = PrefixSelectForm(1)
     inputs = random_step(form, 5, seed=3)
     assert_equal(run_interpreted(PrefixSelectOperation(form), inputs), prefix_select(form, inputs))
     inputs["caps"][:] = 0
@@ -65,9 +60,9 @@ def test_one_draft_per_block_and_no_offered_draft(mode: Mode) -> None:
     assert found["verify_len"].tolist() == [0] * 5
 
 
-def test_lagged_budget_admits_exactly_the_budget_so_that_the_host_knows_the_batch_tokens() -> None:
+def test_exactly_the_budget_is_admitted_so_that_the_host_knows_the_batch_tokens() -> None:
     """Confidences that are not finite rank last; they do not change how many drafts are admitted."""
-    form = PrefixSelectForm(GAMMA, "lagged_budget")
+    form = PrefixSelectForm(GAMMA)
     for seed in range(12):
         inputs = random_step(form, 9, seed)
         inputs["confidence_logits"][seed % 9] = [np.nan, np.inf, -np.inf][seed % 3]
@@ -79,61 +74,24 @@ def test_lagged_budget_admits_exactly_the_budget_so_that_the_host_knows_the_batc
         assert_equal(found, prefix_select(form, inputs))
 
 
-def test_a_draft_of_survival_zero_never_pays() -> None:
-    """Its expected gain is exactly 0, whatever order a parallel sum takes: equal throughput stops."""
-    form = PrefixSelectForm(GAMMA, "early_stop")
-    inputs = random_step(form, 40, seed=0)
-    inputs["confidence_logits"][:, :3] = np.random.default_rng(0).normal(0, 2, (40, 3))
-    inputs["confidence_logits"][:, 3:] = np.nan
-    inputs["caps"][:] = GAMMA
-    inputs["is_forced"][:] = False
-    inputs["step_ms"] = np.full(400, 8.0, np.float32)
-    inputs["token_index"] = np.arange(40 * 8)
-    found = run_interpreted(PrefixSelectOperation(form), inputs)
-    assert_equal(found, prefix_select(form, inputs))
-    assert found["verify_len"].tolist() == [3] * 40
-
-
 def test_admission_of_a_draft_does_not_change_with_later_confidences() -> None:
     random = np.random.default_rng(0)
     decisions = []
-    for seed in range(12):
-        for mode in MODES:
-            form = PrefixSelectForm(GAMMA, mode)
-            inputs = random_step(form, 6, seed)
-            request, draft = random.integers(6), random.integers(GAMMA - 1)
-            admitted = run_interpreted(PrefixSelectOperation(form), inputs)["verify_len"][request] > draft
-            inputs["confidence_logits"][request, draft + 1 :] = random.normal(0, 4, GAMMA - draft - 1)
-            changed = run_interpreted(PrefixSelectOperation(form), inputs)["verify_len"][request] > draft
-            assert admitted == changed
-            decisions.append(admitted)
+    form = PrefixSelectForm(GAMMA)
+    for seed in range(24):
+        inputs = random_step(form, 6, seed)
+        request, draft = random.integers(6), random.integers(GAMMA - 1)
+        admitted = run_interpreted(PrefixSelectOperation(form), inputs)["verify_len"][request] > draft
+        inputs["confidence_logits"][request, draft + 1 :] = random.normal(0, 4, GAMMA - draft - 1)
+        changed = run_interpreted(PrefixSelectOperation(form), inputs)["verify_len"][request] > draft
+        assert admitted == changed
+        decisions.append(admitted)
     assert 0.2 < np.mean(decisions) < 0.8  # both outcomes were met
-
-
-def test_the_counterexample_of_appendix_a_is_scheduled_without_looking_ahead() -> None:
-    """c_2 is high after the first token and low after the second; a full search would verify after the first only."""
-    form = PrefixSelectForm(2, "early_stop")
-    chosen, searched = [], []
-    for second in (0.95, 0.05):
-        inputs = random_step(form, 1, seed=1)
-        confidence = np.array([[0.8, second]])
-        inputs["confidence_logits"] = np.log(confidence / (1 - confidence)).astype(np.float32)
-        inputs |= {"temperatures": np.ones(2, np.float32), "caps": np.array([2]), "is_forced": np.array([False])}
-        inputs |= {"step_ms": np.array([0, 10, 19, 19], np.float32), "prefill_tokens": np.array([0])}
-        inputs["token_index"] = np.arange(3)
-        chosen.append(run_interpreted(PrefixSelectOperation(form), inputs)["verify_len"].tolist())
-        fresh = survival(inputs["confidence_logits"], inputs["temperatures"])
-        cost: dict[str, Any] = {"prefill_tokens": 0, "step_ms": inputs["step_ms"]}
-        request = {"caps": inputs["caps"], "is_forced": inputs["is_forced"]}
-        assert early_stop(fresh, **request, **cost).tolist() == chosen[-1]
-        searched.append(best_budget(fresh, **request, **cost))
-    assert chosen == [[0], [0]]
-    assert searched == [2, 0]
 
 
 def test_packed_tensors_of_a_small_step() -> None:
     """Three requests in rows 2, 0 and 3; row 1 is free. Two tokens of padding."""
-    form = PrefixSelectForm(2, "lagged_budget")
+    form = PrefixSelectForm(2)
     inputs = {
         "confidence_logits": np.array([[2, 2], [-1, 0], [3, 3]], np.float32),
         "temperatures": np.ones(2, np.float32),
@@ -165,14 +123,13 @@ def test_packed_tensors_of_a_small_step() -> None:
     assert_equal(prefix_select(form, inputs), found)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_model_passes_the_checker_and_the_body_can_be_inlined(mode: Mode) -> None:
-    form = PrefixSelectForm(GAMMA, mode)
+def test_the_model_passes_the_checker_and_the_body_can_be_inlined() -> None:
+    form = PrefixSelectForm(GAMMA)
     model = function_model(form)
     onnx.checker.check_model(model, full_check=True)
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in model.graph.node[0].attribute}
     assert attributes["plugin_namespace"] == b"dspark"
     assert attributes["plugin_version"] == b"1"
-    assert (attributes["gamma"], attributes["mode"]) == (GAMMA, mode.encode())
+    assert attributes["gamma"] == GAMMA
     inlined = inline_local_functions(model)
     assert {node.domain for node in inlined.graph.node} == {""}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from dspark_trt_plugins.prefix_select.form import Mode, PrefixSelectForm
+from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.reference import prefix_select
 
 from dspark_trt.contract import bindings
@@ -18,10 +18,9 @@ from tests.support.prefix_select_cases import random_step
 GAMMA = 7
 
 
-@pytest.mark.parametrize("mode", ["early_stop", "lagged_budget"])
 @pytest.mark.parametrize("seed", range(10))
-def test_packed_tensors_equal_those_that_an_engine_makes_from_the_lengths(mode: Mode, seed: int) -> None:
-    form = PrefixSelectForm(GAMMA, mode)
+def test_packed_tensors_equal_those_that_an_engine_makes_from_the_lengths(seed: int) -> None:
+    form = PrefixSelectForm(GAMMA)
     inputs = random_step(form, 1 + 3 * seed, seed)
     found = prefix_select(form, inputs)
     past, lengths = inputs["past_lengths"], found["verify_len"] + 1
@@ -41,12 +40,12 @@ def test_packed_tensors_equal_those_that_an_engine_makes_from_the_lengths(mode: 
 
 
 def test_output_names_are_those_of_the_target_graph() -> None:
-    outputs = PrefixSelectForm(GAMMA, "lagged_budget").output_names
+    outputs = PrefixSelectForm(GAMMA).output_names
     group = {binding.name for binding in bindings.row_group(bindings.DECODE)}
     assert group | {bindings.TOKEN_IDS, bindings.POSITIONS, bindings.OUTPUT_SLOTS} <= set(outputs)
 
 
 def test_inputs_that_the_draft_graph_has_too_are_named_as_there() -> None:
-    inputs = set(PrefixSelectForm(GAMMA, "lagged_budget").input_names)
+    inputs = set(PrefixSelectForm(GAMMA).input_names)
     shared = {bindings.ANCHOR_IDS, bindings.PAST_LENGTHS, bindings.BLOCK_ROWS, bindings.ROW_REQUESTS}
     assert shared | {bindings.ROW_QUERY_LENGTHS, bindings.DRAFT_IDS, bindings.CONFIDENCE_LOGITS} <= inputs

@@ -1,10 +1,12 @@
-"""The NumPy PrefixSelect: the algorithm on small cases, and the promise that keeps the output exact."""
+"""The NumPy PrefixSelect and Algorithm 1: both on small cases, and the promise that keeps the output exact."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from dspark_trt_plugins.prefix_select.reference import best_budget, early_stop, lagged_budget, survival
+from dspark_trt_plugins.prefix_select.reference import lagged_budget, survival
+
+from tests.support.reference_scheduler import best_budget, early_stop
 
 NONE_FORCED = np.zeros(8, bool)
 

@@ -1,4 +1,4 @@
-"""runtime/prefix_scheduler chooses exactly what PrefixSelect's NumPy reference chooses."""
+"""runtime/prefix_scheduler chooses exactly what Algorithm 1 and PrefixSelect's NumPy reference choose."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dspark_trt_plugins.prefix_select.reference import best_budget, early_stop, lagged_budget, survival
+from dspark_trt_plugins.prefix_select.reference import lagged_budget, survival
 
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.prefix_scheduler import Offer
+from tests.support.reference_scheduler import best_budget, early_stop
 from tests.support.schedulers import LogitScheduler
 
 GAMMA = 7

@@ -21,8 +21,8 @@ from dspark_trt_plugins.row_attention.form import RowAttentionForm
 from dspark_trt_plugins.trt_plugin import load_tensorrt
 from onnx.inliner import inline_local_functions
 
-from dspark_trt.engines.tensorrt.library import BuildLog
 from tests.support.row_attention_cases import cached_model
+from tests.support.rtx_graphs import ListeningLog
 
 SMS = (80, 86, 89, 120)
 NUM_LAYERS = 2
@@ -69,8 +69,7 @@ def registered(trt: Any, model: onnx.ModelProto) -> Iterator[Any]:
 
 
 def build(trt: Any, model: onnx.ModelProto, sms: tuple[int, ...] = SMS) -> Built:
-    messages: list[str] = []
-    log = BuildLog(trt, messages.append)
+    log = ListeningLog(trt)
     builder = trt.Builder(log.logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, log.logger)
@@ -88,7 +87,7 @@ def build(trt: Any, model: onnx.ModelProto, sms: tuple[int, ...] = SMS) -> Built
     engine = builder.build_serialized_network(network, config)
     assert engine is not None, log.problems
     types = [str(network.get_layer(index).type).rpartition(".")[2] for index in range(network.num_layers)]
-    text = "\n".join(messages)
+    text = "\n".join(log.messages)
     scratch = max(map(int, re.findall(r"Max Scratch Memory: (\d+) bytes", text)))
     return Built(types, list(_listed(text)), scratch, bytes(engine), list(log.problems))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.markov_head.reference import MarkovHeadOutput, markov_head
 from transformers import Qwen3Config
@@ -220,24 +219,6 @@ def test_tied_target_lends_its_embedding_as_the_head(tmp_path: Path) -> None:
     contexts = {1: np.ones((5, len(TAPS) * HIDDEN), np.float32)}
     ingest(engine, (1, 0, contexts[1]))
     check(expected, contexts, *draft(engine, contexts, [0.9], np.random.default_rng(0)))
-
-
-def test_torch_arrays_go_in_and_come_out(tmp_path: Path) -> None:
-    target_folder = write_target(tmp_path / "target")
-    drafter_folder = write_drafter(tmp_path / "drafter", target_folder)
-    target = read_target(str(target_folder))
-    checkpoint = read_drafter(str(drafter_folder), target)
-    outputs = {}
-    for library, convert in (("numpy", np.array), ("torch", torch.tensor)):
-        _, engine = open_reference_engines(target, checkpoint, limits=LIMITS, array_library=library)  # type: ignore[arg-type]
-        engine.ingest(IngestBatch(convert([[0.5] * 64] * 3), convert([1]), convert([0]), convert([3])))
-        outputs[library] = engine.draft(
-            DraftBatch(convert([1]), convert([7]), convert([3]), convert([0.8]), convert([[0.3] * 5]))
-        )
-    for name in ("draft_ids", "draft_logits", "confidence_logits"):
-        tensor = getattr(outputs["torch"], name)
-        assert isinstance(tensor, torch.Tensor)
-        np.testing.assert_array_equal(getattr(outputs["numpy"], name), tensor.numpy())
 
 
 def test_non_finite_taps_never_yield_a_token_outside_the_vocabulary(tmp_path: Path) -> None:

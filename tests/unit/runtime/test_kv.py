@@ -19,7 +19,7 @@ def test_a_rejection_commits_less_than_was_reserved() -> None:
 def test_a_failed_call_leaves_the_length_as_it_was() -> None:
     cache = CacheLengths(num_rows=1, capacity=10)
     cache.reserve(0, 4)
-    cache.rollback(0)
+    cache.commit(0, 0)
     cache.reserve(0, 10)
     cache.commit(0, 10)
     assert cache.committed.tolist() == [10]

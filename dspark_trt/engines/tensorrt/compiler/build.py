@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import onnx
 from dspark_trt_plugins.registry import register_plugins, unregister_plugins
 from onnx.inliner import inline_local_functions
 
@@ -16,9 +18,9 @@ from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX, EngineFact
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, compile_kernels, metadata_of, open_graphs
 from dspark_trt.engines.tensorrt.compiler.memory import check_memory, weight_bytes
 from dspark_trt.engines.tensorrt.compiler.network import check_layers, count_layers, parse_graph
-from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, Profile, graph_inputs, graph_profiles
+from dspark_trt.engines.tensorrt.compiler.profiles import Profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor
-from dspark_trt.engines.tensorrt.compiler.targets import CompileTargets, compile_targets
+from dspark_trt.engines.tensorrt.compiler.targets import compile_targets
 from dspark_trt.engines.tensorrt.library import LIBRARIES, BuildLog, Library, check_library, import_library
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import Progress, get_logger
@@ -49,44 +51,25 @@ class CompileSettings:
 
 
 def compile_graphs(
-    graphs: Path,
-    folder: Path,
-    settings: CompileSettings,
-    *,
-    names: Sequence[str] = GRAPHS,
-    progress: Progress = lambda fraction: None,
-    listen: Callable[[str], None] | None = None,
+    graphs: Path, folder: Path, settings: CompileSettings, *, progress: Progress = lambda fraction: None
 ) -> None:
-    """Compile graphs of the folder `graphs`; each gets `{graph}.engine` and `{graph}.json` in `folder`.
+    """Compile the graphs of the folder `graphs`; each gets `{graph}.engine` and `{graph}.json` in `folder`.
 
-    Where the package measures tactics, `folder` also gets `timing.cache`.
-
-    Args:
-        names: of profiles.GRAPHS, which all have to be there.
-        progress: told the fraction of the work that is done.
-        listen: gets every message of the compiler, and the engines keep their layers' names: for looking into an
-            engine.
+    Where the package measures tactics, `folder` also gets `timing.cache`. `progress` is told the fraction of the work
+    that is done.
 
     Raises EnvironmentMissingError when a package, a driver or a GPU is missing, EngineBuildError when the GPU is of the
     wrong kind, memory cannot suffice, or a graph cannot be compiled as it is written.
     """
-    trt = import_library(settings.library)
-    targets = compile_targets(settings.library, settings.sms, use_plugins=settings.use_plugins)
+    compiler = GraphCompiler(settings, folder)
     opened = open_graphs(graphs)
-    weights = {graph: weight_bytes(opened.models[graph]) for graph in names}
-    check_memory(settings.library, weights, opened.target, opened.drafter, device_bytes=targets.device_bytes)
-    bundles = []
-    if settings.use_plugins:
-        bundles = compile_kernels([opened.models[graph] for graph in names], targets.kernel_sms)
-    compiler = _Compiler(trt, settings, targets, folder, listen)
+    weights = {graph: weight_bytes(model) for graph, model in opened.models.items()}
+    device_bytes = compiler.targets.device_bytes
+    check_memory(settings.library, weights, opened.target, opened.drafter, device_bytes=device_bytes)
     costs = {graph: size + _SMALL_GRAPH_BYTES for graph, size in weights.items()}
     done, total = 0, sum(costs.values())
-    try:
-        unregister_plugins(trt)  # an opened runtime has registered them, without kernels
-        if settings.use_plugins:
-            register_plugins(trt, bundles)
+    with compiler.plugins(opened.models.values()):
         for graph, cost in costs.items():
-            logger.info("%s: compiling for SM %s", graph, " ".join(map(str, targets.sms)))
 
             def tell(fraction: float, done: int = done, cost: int = cost) -> None:
                 progress(_KERNELS_SHARE + (1 - _KERNELS_SHARE) * (done + fraction * cost) / total)
@@ -95,57 +78,61 @@ def compile_graphs(
             compiler.compile(opened, graph, tell)
             done += cost
             tell(0.0, done)
-    finally:
-        unregister_plugins(trt)
 
 
-class _Compiler:
-    """One builder configuration after the other, with what they share."""
+class GraphCompiler:
+    """Compiles one graph after the other, with what they share: targets, the compiler's log, measured tactics."""
 
-    def __init__(
-        self,
-        trt: Any,
-        settings: CompileSettings,
-        targets: CompileTargets,
-        folder: Path,
-        listen: Callable[[str], None] | None,
-    ) -> None:
-        self._trt = trt
+    def __init__(self, settings: CompileSettings, folder: Path) -> None:
+        """Raises EnvironmentMissingError and EngineBuildError as `compile_graphs` does."""
+        self.trt = trt = import_library(settings.library)
+        self.targets = compile_targets(settings.library, settings.sms, use_plugins=settings.use_plugins)
+        self.log = BuildLog(trt)
         self._settings = settings
-        self._targets = targets
         self._folder = folder
-        self._is_detailed = listen is not None
-        self._log = BuildLog(trt, listen)
         try:
-            self._builder = trt.Builder(self._log.logger)
+            self._builder = trt.Builder(self.log.logger)
         except TypeError as error:  # the factory gave nothing
             raise EnvironmentMissingError(
-                f"{settings.library} cannot start: {'; '.join(self._log.take()) or error}; it needs the NVIDIA driver "
+                f"{settings.library} cannot start: {'; '.join(self.log.take()) or error}; it needs the NVIDIA driver "
                 "of a GPU: see `dspark-trt doctor`"
             ) from None
         self._timings = b""
         if settings.known_timings is not None and settings.known_timings.is_file():
             self._timings = settings.known_timings.read_bytes()
 
+    @contextmanager
+    def plugins(self, models: Iterable[onnx.ModelProto]) -> Iterator[None]:
+        """Let the parser make plugins of these graphs' nodes, with kernels that are compiled first; or of none."""
+        bundles = compile_kernels(models, self.targets.kernel_sms) if self._settings.use_plugins else []
+        unregister_plugins(self.trt)  # an opened runtime has registered them, without kernels
+        try:
+            if self._settings.use_plugins:
+                register_plugins(self.trt, bundles)
+            yield
+        finally:
+            unregister_plugins(self.trt)
+
     def compile(self, opened: OpenedGraphs, graph: str, progress: Progress) -> None:
         """Raises EngineBuildError naming the graph, with the compiler's own words."""
         start = time.perf_counter()
-        trt, settings, model = self._trt, self._settings, opened.models[graph]
+        trt, settings, model = self.trt, self._settings, opened.models[graph]
+        logger.info("%s: compiling for SM %s", graph, " ".join(map(str, self.targets.sms)))
         if not settings.use_plugins:  # the parser would name the nodes alike wherever a body stands
             model = inline_local_functions(model)
-        network = parse_graph(trt, self._builder, model, opened.folder / graph, self._log)
+        network = parse_graph(trt, self._builder, model, opened.folder / graph, self.log)
         check_layers(network, model, graph, use_plugins=settings.use_plugins)
         profiles = graph_profiles(graph, opened.target.limits, opened.drafter.gamma)
-        config = self._config(profiles, graph_inputs(graph, opened.target, opened.drafter))
+        config = self.configuration(profiles, graph_inputs(graph, opened.target, opened.drafter))
         monitor = BuildMonitor(trt, progress)
         config.progress_monitor = monitor.monitor
         engine = self._builder.build_serialized_network(network, config)
         monitor.check()
-        problems = self._log.take()
+        problems = self.log.take()
         if engine is None:
             raise EngineBuildError(
                 f"{graph}: {settings.library} {trt.__version__} cannot compile the graph for SM "
-                f"{' '.join(map(str, self._targets.sms))}: {'; '.join(problems) or 'it gives no reason'}; if memory "
+                f"{' '.join(map(str, self.targets.sms))}: {'; '.join(problems) or 'it gives no reason'}; if memory "
                 "was short lower --max-slots or --max-seq-len, else report this, with the version of "
                 f"{settings.library}"
             )
@@ -159,7 +146,7 @@ class _Compiler:
         facts = EngineFacts(
             library=settings.library,
             library_version=trt.__version__,
-            sms=self._targets.sms,
+            sms=self.targets.sms,
             use_plugins=settings.use_plugins,
             profiles=profiles,
             metadata=metadata_of(model),
@@ -172,20 +159,19 @@ class _Compiler:
         facts_path(self._folder, graph).write_text(facts.model_dump_json(indent=1) + "\n")
         self._keep_timings(config)
 
-    def _config(self, profiles: Sequence[Profile], inputs: Sequence[bindings.Binding]) -> Any:
-        trt = self._trt
+    def configuration(self, profiles: Sequence[Profile], inputs: Sequence[bindings.Binding]) -> Any:
+        """An IBuilderConfig for one graph."""
+        trt = self.trt
         config = self._builder.create_builder_config()
         facts = LIBRARIES[self._settings.library]
         if facts.takes_sms:
-            config.num_compute_capabilities = len(self._targets.sms)
-            for index, sm in enumerate(self._targets.sms):
+            config.num_compute_capabilities = len(self.targets.sms)
+            for index, sm in enumerate(self.targets.sms):
                 config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index)
         if facts.has_timing_cache:
             for timings in (self._timings, b""):  # those of another GPU or version are refused
                 if config.set_timing_cache(config.create_timing_cache(timings), ignore_mismatch=False):
                     break
-        if self._is_detailed:
-            config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         for profile in profiles:
             shapes = self._builder.create_optimization_profile()
             for binding in inputs:
