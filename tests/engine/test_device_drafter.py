@@ -198,7 +198,7 @@ def test_a_failing_backend_is_an_error_of_the_project(tmp_path: Path) -> None:
     contexts.draft([0])
 
 
-def test_outputs_without_a_confidence_head_have_no_confidence_binding(tmp_path: Path) -> None:
+def test_without_a_confidence_head_the_margin_is_bound(tmp_path: Path) -> None:
     pair, _ = open_engines(tmp_path, confidence=False)
-    assert bindings.CONFIDENCE_LOGITS not in {each.name for each in pair.draft.outputs}
-    assert bindings.CONFIDENCE_LOGITS not in pair.engines.drafter.fetched.tensors
+    assert bindings.CONFIDENCE_LOGITS in {each.name for each in pair.draft.outputs}
+    assert bindings.CONFIDENCE_LOGITS in pair.engines.drafter.fetched.tensors
