@@ -148,7 +148,7 @@ def test_the_drafter_equals_its_graphs(head: str, tmp_path: Path) -> None:
     run_graph(graphs / bindings.DRAFT_GRAPH, expected)
     assert drafted[bindings.DRAFT_IDS].tolist() == expected[bindings.DRAFT_IDS].tolist()
     names = [bindings.DRAFT_LOGITS, *caches_of(drafted)]
-    assert_close(drafted, expected, [*names, *([bindings.CONFIDENCE_LOGITS] if "no conf" not in head else [])])
+    assert_close(drafted, expected, [*names, bindings.CONFIDENCE_LOGITS])
 
 
 def test_padding_and_what_lies_behind_the_valid_positions_change_nothing(pair: Pair) -> None:

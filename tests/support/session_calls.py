@@ -145,9 +145,7 @@ def draft_call(
     row_query_lengths, row_past = torch.zeros(num_rows, dtype=torch.int64), [0] * num_rows
     for request, row in enumerate(rows):
         row_requests[row], row_query_lengths[row], row_past[row] = request, 1, past_lengths[request]
-    confidence = {}
-    if dims.has_confidence_head:
-        confidence[bindings.CONFIDENCE_LOGITS] = torch.full((num_requests, dims.gamma), torch.nan)
+    confidence = {bindings.CONFIDENCE_LOGITS: torch.full((num_requests, dims.gamma), torch.nan)}
     element_type = getattr(torch, dims.element_type)
     return (
         {
