@@ -12,6 +12,7 @@ import secrets
 import time
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,7 +145,7 @@ def new_state(
         ending_ids=ending_ids,
         processors=LogitProcessors(params, prompt_ids, sorted(ending_ids)),
         stream=TextStream(
-            decode,
+            decode if params.skip_special_tokens else partial(decode, skip_special_tokens=False),
             request.prompt_ids,
             stop_strings=params.stop_strings,
             include_stop_string=params.include_stop_string,
