@@ -6,7 +6,7 @@ are made before anything is tokenised and outside the thread of the decoding loo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -52,24 +52,18 @@ def max_prompt_bytes(max_seq_len: int) -> int:
 
 
 def shorten(value: Any) -> str:
-    """A client's value as a refusal shows it. Only as much of it is formatted as is shown."""
+    """A client's value as a refusal shows it: never more than a line, and only that much of it is formatted."""
     if isinstance(value, str | bytes):
         text = repr(value[: MAX_ECHO_CHARACTERS + 1])
-    elif isinstance(value, int | float | bool) or value is None:
-        text = (
-            repr(value)
-            if not isinstance(value, int) or value.bit_length() < 256
-            else f"a number of {value.bit_length()} bits"
-        )
+    elif isinstance(value, int) and value.bit_length() > 64:
+        text = f"a number of {value.bit_length()} bits"
+    elif isinstance(value, int | float) or value is None:
+        text = repr(value)
     elif isinstance(value, list | tuple):
-        inside = ", ".join(shorten(item) for item in value[:8])
-        text = f"[{inside}{', …' if len(value) > 8 else ''}]"
+        inside = ", ".join([shorten(item) for item in value[:8]] + (["…"] if len(value) > 8 else []))
+        text = f"({inside})" if isinstance(value, tuple) else f"[{inside}]"
     else:
-        text = (
-            f"a {type(value).__name__}"
-            if not hasattr(value, "__len__")
-            else f"a {type(value).__name__} of {len(value)}"
-        )
+        text = f"an object of {len(value)} entries" if isinstance(value, Mapping) else f"a {type(value).__name__}"
     return text if len(text) <= MAX_ECHO_CHARACTERS else f"{text[:MAX_ECHO_CHARACTERS]}…"
 
 
