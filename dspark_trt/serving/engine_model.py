@@ -63,7 +63,6 @@ class EngineModel:
                 max_slots=engine_limits.max_slots,
                 max_seq_len=engine_limits.max_seq_len,
                 gamma=self._deployment.drafter.gamma if self._deployment.drafter else 0,
-                step_table=self._deployment.step_table,
                 table_made_at=datetime.fromisoformat(read_manifest(build_dir / "steptable").created),
             ),
         )

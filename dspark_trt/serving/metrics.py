@@ -17,7 +17,6 @@ from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.metrics import LoopTotals, RequestStatistics, StepRecord
 from dspark_trt.serving.failures import Failure
 from dspark_trt.serving.ticket import Ticket
-from dspark_trt.steptable.table import StepTable
 
 _UPDATE_INTERVAL_S = 0.2
 
@@ -49,6 +48,18 @@ _COUNTERS: tuple[tuple[str, str, dict[str, str], Callable[[LoopTotals], float]],
         "Draft tokens",
         {"state": "pruned"},
         lambda totals: totals.num_drafts_proposed - totals.num_drafts_verified,
+    ),
+    (
+        "dspark_steps_without_drafts_total",
+        "Steps in which requests decoded and none drafted",
+        {},
+        lambda totals: totals.num_steps_not_drafting,
+    ),
+    (
+        "dspark_request_steps_without_drafts_total",
+        "Requests that decoded in a step without drafting, summed over steps",
+        {},
+        lambda totals: totals.num_requests_not_drafting,
     ),
 )
 _HISTOGRAMS = {
@@ -84,7 +95,6 @@ class ServingMetrics:
         max_slots: int,
         max_seq_len: int,
         gamma: int,
-        step_table: StepTable | None = None,
         table_made_at: datetime | None = None,
     ) -> None:
         """`metric_family` has the interface of `triton_python_backend_utils.MetricFamily`."""
@@ -122,14 +132,11 @@ class ServingMetrics:
         self._priced = {
             kind: counter(
                 "dspark_step_price_seconds_total",
-                "Time of drafting and verification in steps without prompts: as the step table says, and as measured",
+                "Time of the steps that were priced: as the step table and its corrections say, and as measured",
                 kind=kind,
             )
             for kind in ("predicted", "measured")
         }
-        self._undrafted = counter(
-            "dspark_steps_without_drafts_total", "Steps with decoding requests that drafted nothing"
-        )
         self._undrafted_requests = counter(
             "dspark_requests_without_drafts_total", "Requests that ended without one verified draft"
         )
@@ -140,7 +147,7 @@ class ServingMetrics:
         self._gauges = {name: metric(name, text, metric_family.GAUGE, {}) for name, text in _GAUGES.items()}
         self._gauges["dspark_slots"].set(max_slots)
         self._num_positions = max_slots * max_seq_len
-        self._step_table, self._table_made_at = step_table, table_made_at
+        self._table_made_at = table_made_at
         self._loop: DecodingLoop | None = None
         self._known = [0.0] * len(self._counters)  # values of the loop's totals that were added
         self._pending: dict[int, tuple[Any, float]] = {}  # counters and what is to be added, by identity
@@ -211,12 +218,9 @@ class ServingMetrics:
         if not record.num_requests:
             return
         self._histograms["dspark_verify_len"].observe(record.num_drafts_verified / record.num_requests)
-        if not record.num_drafts_proposed:
-            self._later(self._undrafted, 1)
-        if self._step_table is not None and not record.num_prefill_tokens:
-            (step_ms,) = self._step_table.curve(record.num_requests, record.batch_tokens, record.batch_tokens)
-            self._later(self._priced["predicted"], float(step_ms) / 1e3)
-            self._later(self._priced["measured"], record.verify_ms / 1e3)
+        if record.expected_ms:
+            self._later(self._priced["predicted"], record.expected_ms / 1e3)
+            self._later(self._priced["measured"], record.total_ms / 1e3)
 
     def _later(self, metric: Any, value: float) -> None:
         if value > 0:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from itertools import islice
 from threading import Event
 
 from dspark_trt.serving.adapter import StopCommand
 from dspark_trt.serving.ticket import Ticket
 
 _PING_INTERVAL_S = 0.5
-_MAX_PINGS_PER_S = 200
+_MAX_PINGS_PER_S = 250  # about a twentieth of a core
 _MIN_PAUSE_S = 0.01
 _MAX_PAUSE_S = 0.25
 _WORK_SHARE = 0.2  # of this thread's time, at most: the loop thread shares the interpreter with it
@@ -32,10 +31,10 @@ class Watcher:
         self._is_closed = False
         self._tickets: tuple[Ticket, ...] = ()
 
-    def look(self, running: Mapping[str, Ticket], waiting: Iterable[Ticket], num_next: int) -> None:
-        """After a step: who runs, and of those that wait the `num_next` whose turn comes first."""
+    def look(self, running: Mapping[str, Ticket], waiting: Iterable[Ticket]) -> None:
+        """After a step: who runs, and who waits."""
         if not self._something_happened.is_set():  # the last look is over
-            self._tickets = (*running.values(), *islice(waiting, num_next))
+            self._tickets = (*running.values(), *waiting)
             self._something_happened.set()
 
     def close(self) -> None:

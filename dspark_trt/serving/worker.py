@@ -159,7 +159,7 @@ class Worker:
             self._deliver(emission, now)
         self._expire(now)
         self._admit()
-        self._watcher.look(self._running, self._waiting, self._max_slots)
+        self._watcher.look(self._running, self._waiting)
 
     def _take_commands(self) -> bool:
         """Obey every command that has come; wait for one while there is no work. False: close."""
