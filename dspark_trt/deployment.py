@@ -64,8 +64,8 @@ class Deployment:
     def sampling_params(self, **given: Any) -> SamplingParams:
         """What was given, over the checkpoint's generation_config.json, over the runtime's defaults; None: not given.
 
-        top_k -1 and top_p 0 mean "off" to clients of TensorRT-LLM and vLLM. A stop string that is a special token ends the
-        text as that token, which no text shows.
+        top_k -1 and top_p 0 mean "off" to clients of TensorRT-LLM and vLLM. A stop string that is a special token ends
+        the text as that token, which no text shows.
         """
         values = {name: value for name, value in given.items() if value is not None}
         if values.get("top_k") == -1:

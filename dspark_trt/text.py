@@ -75,7 +75,8 @@ class TextCodec:
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """The ids of a plain prompt, with the special tokens that the tokenizer itself adds (a leading BOS, mostly).
 
-        `add_special_tokens` None: unless the text begins with them already, as a chat that a client rendered itself does.
+        `add_special_tokens` None: unless the text begins with them already, as a chat that a client rendered itself
+        does.
         """
         if add_special_tokens is None:
             add_special_tokens = not self._begins_with_bos(text)

@@ -69,14 +69,10 @@ def overlay_model_repo(
 
     All of it is written by this package: of the build's own repository, only the name of its engine model and, where
     `scheduler` is None, its scheduler are read. So a model, a backend or code that somebody put there is never run.
-    `admission` and `control_socket` as in `model_configs`. Raises ManifestError when the build has no repository of ours.
+    `admission` and `control_socket` as in `model_configs`. Raises ManifestError when the build has no repository of
+    ours.
     """
-    repository = model_repository_of(build_dir)
-    engine_model_name, text = _engine_config(repository)
-    try:
-        found = read_parameter(text, "scheduler")
-    except ValueError as error:
-        raise ManifestError(f"{repository / engine_model_name}: {error}; run `dspark-trt build` again") from None
+    engine_model_name, found = _read_repository(build_dir)
     _write_models(
         destination,
         model_configs(
@@ -89,15 +85,23 @@ def overlay_model_repo(
     )
 
 
-def _engine_config(repository: Path) -> tuple[EngineModelName, str]:
-    """The name of the engine model and its config.pbtxt."""
+def scheduler_of(build_dir: Path) -> str:
+    """The scheduler that a build is served with unless somebody says otherwise. Raises as `overlay_model_repo`."""
+    return _read_repository(build_dir)[1]
+
+
+def _read_repository(build_dir: Path) -> tuple[EngineModelName, str]:
+    """The name of the engine model, and its scheduler."""
+    repository = model_repository_of(build_dir)
     for name in ENGINE_MODEL_NAMES:
         path = repository / name / "config.pbtxt"
         if path.is_file():
-            return name, path.read_text()
-    raise ManifestError(
-        f"{repository}: expected one of the models {', '.join(ENGINE_MODEL_NAMES)}, found none; run `dspark-trt build` again"
-    )
+            try:
+                return name, read_parameter(path.read_text(), "scheduler")
+            except ValueError as error:
+                raise ManifestError(f"{path}: {error}; run `dspark-trt build` again") from None
+    names = ", ".join(ENGINE_MODEL_NAMES)
+    raise ManifestError(f"{repository}: expected one of the models {names}, found none; run `dspark-trt build` again")
 
 
 def model_repository_of(build_dir: Path) -> Path:

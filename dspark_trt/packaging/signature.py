@@ -118,8 +118,8 @@ ENGINE_OUTPUTS = (
     Tensor("num_steps", "INT32"),  # only here: verification steps
 )
 
-# What the ensemble takes from the engine model: few tensors, because each costs time in the engine's process. The numbers
-# of a response travel in one, in this order; postprocessing gives each its public name, shape and type.
+# What the ensemble takes from the engine model: few tensors, because each costs time in the engine's process. The
+# numbers of a response travel in one, in this order; postprocessing gives each its public name, shape and type.
 PACKED = Tensor("numbers", "FP64", (ANY,))
 PACKED_OUTPUTS = (
     "cum_log_probs",
@@ -149,8 +149,9 @@ _POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "STRING", (ANY,)), *PUBLIC_OUTPUTS)
 def model_configs(
     engine_model_name: str, *, build_directory: str, scheduler: str, admission: str = "{}", control_socket: str = ""
 ) -> tuple[ModelConfig, ...]:
-    """The four models. `build_directory` is absolute or relative to a model's folder; `scheduler` as in `parse_scheduler`;
-    `admission` the AdmissionLimits that differ from the defaults, as JSON; `control_socket` where a supervisor asks.
+    """The four models. `build_directory` is absolute or relative to a model's folder; `scheduler` as in
+    `parse_scheduler`; `admission` the AdmissionLimits that differ from the defaults, as JSON; `control_socket` where a
+    supervisor asks.
     """
     engine = ModelConfig(
         name=engine_model_name,

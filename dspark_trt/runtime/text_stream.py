@@ -21,8 +21,9 @@ class Detokenizer:
     """Text of a growing token sequence, character by complete character.
 
     A window of the last tokens is decoded with every new one; of its text so many characters have been handed out. Only
-    the last three U+FFFD can still become a character, so a run of bytes that are none costs no more than any other text
-    and is handed out as it comes. (`tokenizers.decoders.DecodeStream` waits for its end, and decodes all of it each time.)
+    the last three U+FFFD can still become a character, so a run of bytes that are none costs no more than any other
+    text and is handed out as it comes. (`tokenizers.decoders.DecodeStream` waits for its end, and decodes all of it
+    each time.)
     """
 
     def __init__(self, decode: Decode, prompt_ids: Sequence[int]) -> None:
@@ -56,9 +57,9 @@ class Detokenizer:
     def _shrink(self, text: str) -> None:
         """Forget the window's first tokens, where what is left still reads the same.
 
-        It does not where it would begin within a character, so a few places are tried; if none fits (a decoder that shows
-        valid bytes as invalid for the sake of an earlier one), the one in the middle is taken, and text that follows reads
-        as if it began there.
+        It does not where it would begin within a character, so a few places are tried; if none fits (a decoder that
+        shows valid bytes as invalid for the sake of an earlier one), the one in the middle is taken, and text that
+        follows reads as if it began there.
         """
         for begin in range(len(self._window) - _MIN_CONTEXT - 4, len(self._window) - _MIN_CONTEXT + 1):
             rest = self._decode(self._window[begin:])

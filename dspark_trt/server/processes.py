@@ -73,8 +73,8 @@ def new_prefix() -> str:
 def end_leftovers() -> None:
     """End what servers left whose supervisor was killed together with its watchdog.
 
-    Shared memory can be shared between containers that cannot see each other's processes: only what was started in our own
-    namespace of process ids is looked at.
+    Shared memory can be shared between containers that cannot see each other's processes: only what was started in our
+    own namespace of process ids is looked at.
     """
     owned = re.compile(rf"{_PREFIX}_{_pid_namespace()}_(\d+)_[0-9a-f]+_")
     found = {match[0]: int(match[1]) for path in SHARED_MEMORY.iterdir() if (match := owned.match(path.name))}

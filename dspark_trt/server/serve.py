@@ -34,8 +34,8 @@ def serve(
 
     `on_ready` is called once a real request has been answered, `on_event` with what a person has to know meanwhile: a
     server that failed and is started again, a stop. Raises RecipeError for an unknown scheduler or a port in use,
-    ManifestError when `build_dir` is no finished build, EnvironmentMissingError when its engines are for another machine or
-    there is no server to start, EngineBuildError when it does not come up, or fails again and again.
+    ManifestError when `build_dir` is no finished build, EnvironmentMissingError when its engines are for another
+    machine or there is no server to start, EngineBuildError when it does not come up, or fails again and again.
     """
     if options.scheduler is not None:
         parse_scheduler(options.scheduler)
@@ -77,7 +77,8 @@ def keep_alive(server: TritonServer, on_event: Callable[[str], None]) -> None:
             pause_s = policy.pause_s(len(restarts))
             restarts.append(now)
             on_event(
-                f"the server failed: {reason}; it is started again in {pause_s:g} s ({len(restarts)} of {policy.max_restarts})"
+                f"the server failed: {reason}; it is started again in {pause_s:g} s "
+                f"({len(restarts)} of {policy.max_restarts})"
             )
             time.sleep(pause_s)
             try:

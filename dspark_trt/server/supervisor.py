@@ -1,9 +1,10 @@
-"""Runs one tritonserver: start, wait until a real request succeeds, look after it, stop without leaving anything behind.
+"""Runs one tritonserver: start, wait for a real answer, look after it, stop without leaving anything behind.
 
-Facts that shape this module: a server whose backend process died still answers "ready", or aborts, and starts no other one; so
-its processes are watched, and a probe asks the thread that decodes. After an abort the backend processes live on without
-their server and keep its shared memory, so the server gets a session of its own, and all of it is ended together; shared
-memory carries a prefix per server, so that only its own is removed. A watchdog does the same where this process is killed.
+Facts that shape this module: a server whose backend process died still answers "ready", or aborts, and starts no other
+one; so its processes are watched, and a probe asks the thread that decodes. After an abort the backend processes live
+on without their server and keep its shared memory, so the server gets a session of its own, and all of it is ended
+together; shared memory carries a prefix per server, so that only its own is removed. A watchdog does the same where
+this process is killed.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class TritonServer:
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._resources = contextlib.ExitStack()
         self._folder: Path | None = None
-        self._log = ServerLog(self._options.log_file, self._options.log_format)
+        self._log = ServerLog(self._options.log_file, self._options.log_format, is_quiet=not self._options.logs_routine)
         self._admin_key = secrets.token_hex(16)
         self._shared_memory_prefix = new_prefix()
 
@@ -115,7 +116,10 @@ class TritonServer:
         self.stop()
 
     def start(self) -> None:
-        """Start the server's process, or a new one after `kill`, and wait for its first answer. Raises as `__enter__`."""
+        """Start the server's process, the first or one after `kill`, and wait for its first answer.
+
+        Raises as `__enter__`.
+        """
         assert self._process is None, "the one before it is ended first"
         tree = find_server(self._options.cache)
         assert self._folder is not None, "prepared first"
@@ -130,7 +134,7 @@ class TritonServer:
                 cwd=tree.working_directory or self._folder / "empty",
                 stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=subprocess.STDOUT if output is not None else None,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
         finally:

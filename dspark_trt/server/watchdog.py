@@ -2,9 +2,9 @@
 
     python -I watchdog.py PREFIX FOLDER
 
-PREFIX is that of the server's shared memory, which the command lines of the server and of its stubs have, and which no other
-server has; FOLDER is what the supervisor keeps for it. A line on standard input says that there is nothing left to do. Kept free of this
-package, so that it starts in no time and outlives an upgrade.
+PREFIX is that of the server's shared memory, which the command lines of the server and of its stubs have, and which no
+other server has; FOLDER is what the supervisor keeps for it. A line on standard input says that there is nothing left
+to do. Kept free of this package, so that it starts in no time and outlives an upgrade.
 """
 
 from __future__ import annotations

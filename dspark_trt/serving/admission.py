@@ -1,8 +1,8 @@
 """Who gets the next slot, who is refused, who has waited too long.
 
 The policy: the most urgent request first (the lowest `priority`), among equals the one that came first. A full queue
-refuses the newcomer at once, unless a less urgent one waits, which is refused in its place. Whoever waits longer than the
-queue time is refused. Every refusal says when to come again, from how fast slots became free lately.
+refuses the newcomer at once, unless a less urgent one waits, which is refused in its place. Whoever waits longer than
+the queue time is refused. Every refusal says when to come again, from how fast slots became free lately.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a client may send and how long it may wait: the limits of every way in, in one place.
 
-Imports nothing of the runtime, so the front end outside Triton checks by the same numbers as the models inside. All checks
-are made before anything is tokenised and outside the thread of the decoding loop.
+Imports nothing of the runtime, so the front end outside Triton checks by the same numbers as the models inside. All
+checks are made before anything is tokenised and outside the thread of the decoding loop.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def check_prompt_bytes(name: str, num_bytes: int, max_seq_len: int) -> None:
     limit = max_prompt_bytes(max_seq_len)
     if num_bytes > limit:
         raise RequestError(
-            f"{name}: the prompt has {num_bytes} bytes, at most {limit} are read ({MAX_PROMPT_BYTES_PER_TOKEN} for each of "
-            f"{max_seq_len} tokens); shorten it"
+            f"{name}: the prompt has {num_bytes} bytes, at most {limit} are read ({MAX_PROMPT_BYTES_PER_TOKEN} for "
+            f"each of {max_seq_len} tokens); shorten it"
         )
 
 

@@ -1,8 +1,8 @@
 """What is served, as Triton metrics in Prometheus units (seconds, tokens, ratios).
 
-The factory is `triton_python_backend_utils.MetricFamily`, handed in by the model. Each call of a metric costs about 10 µs in
-Triton's stub, so counters are brought up to date when a request ends and else a few times a second, and what belongs to a
-request is observed once, at its end.
+The factory is `triton_python_backend_utils.MetricFamily`, handed in by the model. Each call of a metric costs about 10
+µs in Triton's stub, so counters are brought up to date when a request ends and else a few times a second, and what
+belongs to a request is observed once, at its end.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ServingMetrics:
         self._live: dict[str, Ticket] = {}
 
     def after_step(self, loop: DecodingLoop, num_waiting: int, has_ended: bool) -> None:
-        """Add what the last step changed. A new loop starts its totals at 0. `has_ended`: a request did with this step."""
+        """Add what the last step changed. A new loop starts its totals at 0. `has_ended`: a request did with it."""
         if loop is not self._loop:
             self._loop, self._known = loop, [0.0] * len(self._counters)
         self._observe_step(loop.last_step)

@@ -1,4 +1,4 @@
-"""The ensemble's last step: gives text and numbers the names, shapes and types that clients of TensorRT-LLM's backend read.
+"""The ensemble's last step: gives text and numbers the names, shapes and types of TensorRT-LLM's backend.
 
 Detokenisation is done where the state of a request lives, in the runtime, so nothing here depends on earlier responses.
 """

@@ -1,8 +1,8 @@
 """Finds out which clients have left, beside the decoding loop, so that no step waits for the answer.
 
-Whoever asked the engine model itself is asked for with `is_cancelled`, which costs up to 0.15 ms a request. Triton never
-tells an ensemble's running step, so a request that came through the ensemble is sent a ping where nothing else was sent for
-a while: its way leads through postprocessing, and there Triton tells. The client itself never sees it.
+Whoever asked the engine model itself is asked for with `is_cancelled`, which costs up to 0.15 ms a request. Triton
+never tells an ensemble's running step, so a request that came through the ensemble is sent a ping where nothing else
+was sent for a while: its way leads through postprocessing, and there Triton tells. The client itself never sees it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     execute()  --submit, stop-->  inbox  -->  loop thread  --emissions-->  outbox  -->  sender thread  -->  clients
                                     ^---- stop: the client is gone ----  watcher thread
 
-The loop thread never waits for a client, and tensors are made while the engines already work on the next step. A request
-waits in the admission queue until there is a slot for it, so that whoever left, or waited too long, is never prefilled.
+The loop thread never waits for a client, and tensors are made while the engines already work on the next step. A
+request waits in the admission queue until there is a slot for it, so that whoever left, or waited too long, is never
+prefilled.
 
 A failure that the loop itself does not handle ends the requests of that loop; a new loop over the same engines goes on.
 What no loop survives (a panic of native code, engines that give no new loop) ends every request with an error and then
@@ -66,7 +67,10 @@ class _Drain:
 
 
 class Worker:
-    """Runs decoding loops until `close`. Its methods return at once, apart from `close`, and may be called from any thread."""
+    """Runs decoding loops until `close`.
+
+    Its methods may be called from any thread, and return at once, apart from `close`.
+    """
 
     def __init__(
         self,
@@ -77,7 +81,7 @@ class Worker:
         observer: Observer,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """Raises as `make_loop` does. `end_process` is called with an exit code after a failure that no loop survives."""
+        """`end_process` is called with an exit code after a failure that no loop survives. Raises as `make_loop`."""
         self._make_loop = make_loop
         self._loop = make_loop()  # from here on the loop thread's own, like the tickets
         self._max_slots = max_slots
@@ -253,6 +257,7 @@ class Worker:
         else:
             if emission.finish_reason is not None:
                 self._observer.ended(ticket, emission, now)
+                logger.info("%s ended: %s, %d tokens", ticket, emission.finish_reason, ticket.num_tokens)
             self._respond(ticket, emission)
 
     def _respond(self, ticket: Ticket, emission: Emission) -> None:
@@ -266,6 +271,7 @@ class Worker:
         """Tell a client why its request has no (further) answer."""
         failure, message = ticket.ending or (Failure.INTERNAL, "the request failed")
         self._observer.ended(ticket, emission, time.monotonic())
+        logger.info("%s ended: %s, %d tokens, %s", ticket, failure.name, ticket.num_tokens, message)
         self._outbox.put(lambda: ticket.fail(failure, message))
 
     def _fail_all(self, failure: Failure, message: str) -> None:

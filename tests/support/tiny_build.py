@@ -1,4 +1,4 @@
-"""A pair of a few thousand parameters, built for real: its server starts in seconds and makes a token in a millisecond."""
+"""A pair of a few thousand parameters, built for real: its server starts in seconds."""
 
 from __future__ import annotations
 

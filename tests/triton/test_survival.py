@@ -1,4 +1,5 @@
-"""A server whose processes are killed, stopped and hung: clients get an error and never a hang, and service comes back."""
+"""A server whose processes are killed, stopped and hung: clients get an error and never a hang, and service comes
+back."""
 
 from __future__ import annotations
 
