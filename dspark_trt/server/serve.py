@@ -15,7 +15,7 @@ from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.engines.open import check_device
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.server.options import ServeOptions
-from dspark_trt.server.supervisor import TritonServer, signals_ignored
+from dspark_trt.server.supervisor import TritonServer
 
 __all__ = ["ServeOptions", "TritonServer", "serve"]
 
@@ -94,8 +94,9 @@ def _drain(server: TritonServer) -> None:
     for number in _stop_signals():
         signal.signal(number, lambda *_: is_impatient.set())
     server.drain(is_impatient.is_set)
-    with signals_ignored():
-        server.kill()
+    for number in _stop_signals():  # for good: this process is about to end, and shall end with its own exit code
+        signal.signal(number, signal.SIG_IGN)
+    server.kill()
 
 
 def _stop_signals() -> tuple[signal.Signals, ...]:

@@ -12,8 +12,6 @@ import pytest
 from dspark_trt.server.server_log import ServerLog, as_record
 
 TRITON_LINE = 'E1201 00:07:33.373000 9 model.cc:14] "dspark_trt.x: request 42 failed, internal error 0badcafe"'
-    "E1201 00:07:33.373000 9 model.cc:14] \"dspark_trt.x: request 42, client's id 'a' failed, internal error 0badcafe\""
-)
 
 
 def test_line_of_triton_becomes_a_record_with_its_ids() -> None:
