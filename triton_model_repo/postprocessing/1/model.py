@@ -28,8 +28,9 @@ class TritonPythonModel:
     def execute(self, requests):
         for request in requests:
             sender = request.get_response_sender()
+            outputs = []  # held until they are sent, as in the engine model
             try:
-                response = self._answer(request)
+                response = self._answer(request, outputs)
             except BaseException as error:
                 message = describe_failure("postprocessing failed", error)
                 response = pb.InferenceResponse(error=pb.TritonError(message, pb.TritonError.INTERNAL))
@@ -38,14 +39,15 @@ class TritonPythonModel:
             else:
                 sender.send(response, flags=_FINAL)
 
-    def _answer(self, request):
+    def _answer(self, request, outputs):
         tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         if request.is_cancelled():
             self._stop(handle_of(tensors))
             return pb.InferenceResponse(error=pb.TritonError("the request was cancelled", pb.TritonError.CANCELLED))
         if is_ping(tensors):
             return None
-        return pb.InferenceResponse([pb.Tensor(name, array) for name, array in postprocess(tensors).items()])
+        outputs.extend(pb.Tensor(name, array) for name, array in postprocess(tensors).items())
+        return pb.InferenceResponse(outputs)
 
     def _stop(self, handle):
         if handle in self._stopped:
