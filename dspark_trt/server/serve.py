@@ -15,6 +15,7 @@ from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.engines.open import check_device
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.server.options import ServeOptions
+from dspark_trt.server.signals import stop_signals
 from dspark_trt.server.supervisor import TritonServer
 
 __all__ = ["ServeOptions", "TritonServer", "serve"]
@@ -40,7 +41,7 @@ def serve(
     if options.scheduler is not None:
         parse_scheduler(options.scheduler)
     check_device(build_dir)
-    for number in _stop_signals():
+    for number in stop_signals():
         signal.signal(number, _interrupt_once)
     try:
         with TritonServer(build_dir, options) as server:
@@ -91,25 +92,16 @@ def keep_alive(server: TritonServer, on_event: Callable[[str], None]) -> None:
 
 def _drain(server: TritonServer) -> None:
     is_impatient = threading.Event()
-    for number in _stop_signals():
+    for number in stop_signals():
         signal.signal(number, lambda *_: is_impatient.set())
     server.drain(is_impatient.is_set)
-    for number in _stop_signals():  # for good: this process is about to end, and shall end with its own exit code
+    for number in stop_signals():  # for good: this process is about to end, and shall end with its own exit code
         signal.signal(number, signal.SIG_IGN)
     server.kill()
 
 
-def _stop_signals() -> tuple[signal.Signals, ...]:
-    """A hang-up ends it too, unless it was started to outlive its terminal (nohup).
-
-    SIGINT does even where it is ignored: a shell starts every background process so.
-    """
-    hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
-    return (signal.SIGINT, signal.SIGTERM, *hang_up)
-
-
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
     """The first signal begins the end; what follows is for `_drain`, and none may interrupt the clean-up."""
-    for ending in _stop_signals():
+    for ending in stop_signals():
         signal.signal(ending, lambda *_: None)
     raise KeyboardInterrupt

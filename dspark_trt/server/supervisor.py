@@ -10,25 +10,18 @@ this process is killed.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
 import signal
 import subprocess
-import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError
-from dspark_trt.packaging.model_repo import overlay_model_repo
-from dspark_trt.server import watchdog
 from dspark_trt.server.http_calls import generate, is_ready
 from dspark_trt.server.options import ServeOptions, with_ports
 from dspark_trt.server.prober import Prober
@@ -40,8 +33,10 @@ from dspark_trt.server.processes import (
     running_in_group,
     stubs_of_group,
 )
+from dspark_trt.server.run_folder import RunFolder
 from dspark_trt.server.server_log import ServerLog
 from dspark_trt.server.server_tree import find_server
+from dspark_trt.server.signals import signals_ignored
 from dspark_trt.serving.control import send_command
 
 __all__ = ["TritonServer", "generate"]
@@ -68,9 +63,7 @@ class TritonServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._stubs: list[int] = []
         self._prober: Prober | None = None
-        self._watchdog: subprocess.Popen[bytes] | None = None
-        self._resources = contextlib.ExitStack()
-        self._folder: Path | None = None
+        self._folder: RunFolder | None = None
         self._log = ServerLog(self._options.log_file, self._options.log_format, is_quiet=not self._options.logs_routine)
         self._admin_key = secrets.token_hex(16)
         self._shared_memory_prefix = new_prefix()
@@ -103,7 +96,7 @@ class TritonServer:
         """
         try:
             end_leftovers()
-            self._prepare()
+            self._folder = RunFolder(self._build_dir, self._options, self._shared_memory_prefix)
             self.start()
         except BaseException:
             self.stop()
@@ -123,7 +116,7 @@ class TritonServer:
         assert self._process is None, "the one before it is ended first"
         tree = find_server(self._options.cache)
         assert self._folder is not None, "prepared first"
-        command = [str(tree.executable), f"--model-repository={self._folder / 'repository'}", *self._arguments()]
+        command = [str(tree.executable), f"--model-repository={self._folder.repository}", *self._arguments()]
         if tree.backend_directory is not None:
             command += [f"--backend-directory={tree.backend_directory}"]
         output = self._log.open()
@@ -131,7 +124,7 @@ class TritonServer:
             self._process = subprocess.Popen(
                 command,
                 env=tree.environment(),
-                cwd=tree.working_directory or self._folder / "empty",
+                cwd=tree.working_directory or self._folder.empty,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -168,7 +161,7 @@ class TritonServer:
             return
         seconds = self._options.drain_s
         with contextlib.suppress(OSError):  # no engine model is left that could be told
-            send_command(self._folder / "engine", {"command": "drain", "seconds": seconds})
+            send_command(self._folder.control_socket, {"command": "drain", "seconds": seconds})
         os.kill(self._process.pid, signal.SIGINT)  # it refuses connections from now on, and waits for running requests
         deadline = time.monotonic() + seconds + _EXIT_MARGIN_S
         while not (self.has_died() or is_impatient()) and time.monotonic() < deadline:
@@ -193,10 +186,9 @@ class TritonServer:
                 while not self.has_died() and time.monotonic() < deadline:
                     time.sleep(_POLL_S)
             self.kill()
-            if self._watchdog is not None:
-                self._watchdog.communicate(b"done\n")
-                self._watchdog = None
-            self._resources.close()
+            if self._folder is not None:
+                self._folder.close()
+                self._folder = None
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
         os.killpg(
@@ -207,25 +199,6 @@ class TritonServer:
         while running_in_group(process.pid) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         remove_shared_memory(self._shared_memory_prefix)
-
-    def _prepare(self) -> None:
-        """A folder for all that this server needs, and a watchdog that removes it where nobody else can."""
-        folder = self._folder = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="dspark-trt-")))
-        for name in ("repository", "empty"):  # nothing that lies about is imported where the server runs
-            (folder / name).mkdir()
-        limits = {name: value for name, value in asdict(self._options.admission).items() if value is not None}
-        overlay_model_repo(
-            self._build_dir,
-            folder / "repository",
-            scheduler=self._options.scheduler,
-            admission=json.dumps(limits),
-            control_socket=str(folder / "engine"),
-        )
-        self._watchdog = subprocess.Popen(
-            [sys.executable, "-I", watchdog.__file__, self._shared_memory_prefix, str(folder)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,
-        )
 
     def describe_death(self) -> str:
         """What a person needs to know about a server that ended by itself."""
@@ -274,21 +247,3 @@ class TritonServer:
             return "its messages are above"
         lines = [line for line in log_file.read_text(errors="replace").splitlines() if not _ROUTINE.match(line)]
         return f"the end of its log {log_file}, routine lines left out:\n" + "\n".join(lines[-num_lines:])
-
-
-@contextlib.contextmanager
-def signals_ignored() -> Iterator[None]:
-    """An impatient second signal must not interrupt the clean-up, which is bounded in time.
-
-    Blocking signals in this thread would not do: any other thread takes them, and Python then runs the handler here.
-    """
-    if threading.current_thread() is not threading.main_thread():  # no handler runs in this thread
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)

@@ -53,17 +53,13 @@ _RUNTIME_NAMES = {
 _END_ID_OFF = -1  # nothing ends the text
 
 
-def _no_answer(refusal: str | None) -> None:
-    """Whoever gave the command waits for no answer."""
-
-
 @dataclass(frozen=True, slots=True)
 class StopCommand:
     """A request to end another one: by the handle that its responses carry, else by the request id of the client."""
 
     handle: int | None
     client_id: str
-    answer: Callable[[str | None], None] = _no_answer  # called with the reason of a refusal, or None
+    answer: Callable[[str | None], None] = lambda refusal: None  # called with the reason of a refusal, or None
 
     def names(self, request: EngineRequest) -> bool:
         return self.handle == request.handle if self.handle is not None else self.client_id == request.client_id
@@ -85,7 +81,7 @@ class EngineRequest:
 
 
 def read_stop(
-    tensors: Tensors, client_id: str, answer: Callable[[str | None], None] = _no_answer
+    tensors: Tensors, client_id: str, answer: Callable[[str | None], None] = lambda refusal: None
 ) -> StopCommand | None:
     """The stop request that the tensors are, or None when they ask for something to generate."""
     fields = Fields(tensors)

@@ -85,7 +85,7 @@ _GAUGES = {
 
 
 class ServingMetrics:
-    """The metrics of one engine model; an `Observer` of its worker."""
+    """The metrics of one engine model; the `Observer` of its worker."""
 
     def __init__(
         self,

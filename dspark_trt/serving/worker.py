@@ -18,10 +18,8 @@ import logging
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Event, Thread
-from typing import Protocol
 
 from dspark_trt.errors import RequestError
 from dspark_trt.runtime.emission import Emission
@@ -30,6 +28,8 @@ from dspark_trt.serving.adapter import StopCommand
 from dspark_trt.serving.admission import AdmissionQueue
 from dspark_trt.serving.failures import Failure, describe_failure
 from dspark_trt.serving.limits import AdmissionLimits
+from dspark_trt.serving.observer import Observer
+from dspark_trt.serving.sender import Sender
 from dspark_trt.serving.ticket import Reply, Ticket
 from dspark_trt.serving.watcher import Watcher
 
@@ -41,29 +41,11 @@ STOPPING = "the server is stopping; send the request to another one, or again la
 _JOIN_TIMEOUT_S = 30.0
 _LAST_WORDS_S = 2.0  # for the sender to tell every client of a fatal failure
 _EXPIRY_CHECK_S = 0.05
-
-
-class Observer(Protocol):
-    """Is told what happens, for the metrics; called from the loop thread."""
-
-    def after_step(self, loop: DecodingLoop, num_waiting: int, has_ended: bool) -> None: ...
-
-    def admitted(self, ticket: Ticket, now: float) -> None: ...
-
-    def ended(self, ticket: Ticket, emission: Emission | None, now: float) -> None:
-        """`emission` is the last one of a request that had a slot."""
-        ...
+_NEVER = float("inf")
 
 
 class _Close:
-    """The last command of the inbox and of the outbox."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Drain:
-    """End whatever still runs at this time of the monotonic clock."""
-
-    ends_at: float
+    """The last command of the inbox."""
 
 
 class Worker:
@@ -87,17 +69,17 @@ class Worker:
         self._max_slots = max_slots
         self._observer = observer
         self._end_process = end_process
-        self._inbox: SimpleQueue[Ticket | StopCommand | _Drain | _Close] = SimpleQueue()
-        self._outbox: SimpleQueue[Callable[[], None] | _Close] = SimpleQueue()
+        self._inbox: SimpleQueue[Ticket | StopCommand | _Close] = SimpleQueue()
+        self._sender = Sender()
         self._running: dict[str, Ticket] = {}  # by request id, those that the loop has
         self._waiting = AdmissionQueue(limits, max_slots=max_slots, now=time.monotonic)
-        self._drain_at = float("inf")
+        self._drain_at = _NEVER
         self._next_expiry_check = 0.0
         self._last_words = Event()
-        self._watcher = Watcher(self._outbox.put, self._inbox.put)
+        self._watcher = Watcher(self._sender.put, self._inbox.put)
         self._threads = (
             Thread(target=self._guarded, args=(self._decode,), name="decoding-loop", daemon=True),
-            Thread(target=self._guarded, args=(self._send,), name="response-sender", daemon=True),
+            Thread(target=self._guarded, args=(self._sender.run,), name="response-sender", daemon=True),
             Thread(target=self._guarded, args=(self._watcher.run,), name="client-watcher", daemon=True),
         )
         for thread in self._threads:
@@ -105,7 +87,7 @@ class Worker:
 
     @property
     def is_draining(self) -> bool:
-        return self._drain_at != float("inf")
+        return self._drain_at < _NEVER
 
     @property
     def num_open(self) -> int:
@@ -122,7 +104,6 @@ class Worker:
     def drain(self, seconds: float) -> None:
         """Refuse what comes from now on; what still runs after `seconds` ends with UNAVAILABLE."""
         self._drain_at = time.monotonic() + seconds
-        self._inbox.put(_Drain(self._drain_at))
 
     def close(self) -> None:
         """End all requests with UNAVAILABLE, send what is left to send, end the threads."""
@@ -137,11 +118,11 @@ class Worker:
         except BaseException as error:
             message = describe_failure("a thread of the engine model died; this process ends", error)
             self._fail_all(Failure.INTERNAL, message)
-            self._outbox.put(self._last_words.set)
+            self._sender.put(self._last_words.set)
             self._last_words.wait(_LAST_WORDS_S)
             self._end_process(70)
             self._watcher.close()
-            self._outbox.put(_Close())
+            self._sender.close()
 
     def _decode(self) -> None:
         while self._take_commands():
@@ -152,7 +133,7 @@ class Worker:
                 self._loop = self._make_loop()
         self._fail_all(Failure.UNAVAILABLE, STOPPING)
         self._watcher.close()
-        self._outbox.put(_Close())
+        self._sender.close()
 
     def _step(self) -> None:
         emissions = self._loop.step()
@@ -168,16 +149,12 @@ class Worker:
     def _take_commands(self) -> bool:
         """Obey every command that has come; wait for one while there is no work. False: close."""
         while not self._loop.has_work or not self._inbox.empty():
-            try:
-                command = self._inbox.get(timeout=None if self._loop.has_work or not self.num_open else _EXPIRY_CHECK_S)
-            except Empty:
-                self._expire(time.monotonic())
-                continue
+            command = self._inbox.get()  # whatever waits for a slot waits for a loop that has work
             if isinstance(command, _Close):
                 return False
             if isinstance(command, StopCommand):
                 self._stop(command)
-            elif isinstance(command, Ticket):
+            else:
                 self._accept(command)
         return True
 
@@ -214,11 +191,11 @@ class Worker:
         found = [ticket for ticket in tickets if command.names(ticket.request)]
         if len(found) > 1:
             refusal = f"stop: {len(found)} requests have this request id, and none was ended; send a stop_handle"
-            self._outbox.put(lambda: command.answer(refusal))
+            self._sender.put(lambda: command.answer(refusal))
             return
         for ticket in found:
             self._cancel(ticket, Failure.CANCELLED, "the request was cancelled")
-        self._outbox.put(lambda: command.answer(None))
+        self._sender.put(lambda: command.answer(None))
 
     def _cancel(self, ticket: Ticket, failure: Failure, message: str) -> None:
         """End a request at once where it waits, else with the loop's next step."""
@@ -265,14 +242,14 @@ class Worker:
             if not ticket.respond(emission, time.monotonic()):
                 self._inbox.put(StopCommand(ticket.request.handle, ""))
 
-        self._outbox.put(respond)
+        self._sender.put(respond)
 
     def _end(self, ticket: Ticket, emission: Emission | None = None) -> None:
         """Tell a client why its request has no (further) answer."""
         failure, message = ticket.ending or (Failure.INTERNAL, "the request failed")
         self._observer.ended(ticket, emission, time.monotonic())
         logger.info("%s ended: %s, %d tokens, %s", ticket, failure.name, ticket.num_tokens, message)
-        self._outbox.put(lambda: ticket.fail(failure, message))
+        self._sender.put(lambda: ticket.fail(failure, message))
 
     def _fail_all(self, failure: Failure, message: str) -> None:
         tickets = [*self._running.values(), *self._waiting]
@@ -281,10 +258,3 @@ class Worker:
             ticket.end_with(failure, message)
             self._end(ticket)
         self._running.clear()
-
-    def _send(self) -> None:
-        while not isinstance(task := self._outbox.get(), _Close):
-            try:
-                task()
-            except Exception as error:
-                describe_failure("a client could not be answered", error)

@@ -30,7 +30,7 @@ options["log_file"] = Path(options["log_file"])
 
 def on_ready(server):
     ready = dict(http=server.http_url, grpc=server.grpc_address, metrics=server.metrics_url,
-                 server=server._process.pid, prefix=server._shared_memory_prefix, folder=str(server._folder))
+                 server=server._process.pid, prefix=server._shared_memory_prefix, folder=str(server._folder.path))
     print(json.dumps(ready), flush=True)
 
 try:

@@ -18,7 +18,7 @@ import pytest
 
 from dspark_trt.engines.settings import EngineSettings
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, ManifestError, RecipeError
-from dspark_trt.packaging.model_repo import write_model_repo
+from dspark_trt.packaging.model_repo import DEFAULT_SCHEDULER, write_model_repo
 from dspark_trt.server import server_tree, tool_cache
 from dspark_trt.server.options import RestartPolicy, ServeOptions, with_ports
 from dspark_trt.server.processes import end_leftovers
@@ -134,7 +134,7 @@ def test_leaving_the_block_ends_orphans_and_removes_shared_memory(
         assert len(ports - {0}) == 3
     assert_nothing_is_left(state)
     assert not Path(state["repository"]).exists()
-    assert "early_stop" in state["scheduler"]
+    assert DEFAULT_SCHEDULER in state["scheduler"]
     assert state["path"].split(os.pathsep)[0] == str(Path(sys.prefix) / "bin")
 
 
@@ -146,7 +146,7 @@ def test_another_scheduler_is_served_from_an_overlay_that_goes_away(
         state = read_state(state_file)
     assert 'key: "scheduler" value: { string_value: "fixed:3" }' in state["scheduler"]
     assert not Path(state["repository"]).exists()
-    assert "early_stop" in (build_dir / "triton_model_repo" / "dspark" / "config.pbtxt").read_text()
+    assert DEFAULT_SCHEDULER in (build_dir / "triton_model_repo" / "dspark" / "config.pbtxt").read_text()
 
 
 @pytest.mark.parametrize(
