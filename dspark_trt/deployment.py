@@ -62,10 +62,20 @@ class Deployment:
         )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
-        """What was given, over the checkpoint's generation_config.json, over the runtime's defaults;
-        None: not given."""
-        defaults = asdict(self.target_spec.generation_defaults)
-        return SamplingParams(**defaults | {name: value for name, value in given.items() if value is not None})
+        """What was given, over the checkpoint's generation_config.json, over the runtime's defaults; None: not given.
+
+        top_k -1 and top_p 0 mean "off" to clients of TensorRT-LLM and vLLM. A stop string that is a special token ends
+        the text as that token, which no text shows.
+        """
+        values = {name: value for name, value in given.items() if value is not None}
+        if values.get("top_k") == -1:
+            values["top_k"] = 0
+        if values.get("top_p") == 0.0:
+            values["top_p"] = 1.0
+        special_ids = [self.codec.special_token_id(word) for word in values.get("stop_strings", ())]
+        if stop_ids := tuple(token_id for token_id in special_ids if token_id is not None):
+            values["stop_token_ids"] = (*values.get("stop_token_ids", ()), *stop_ids)
+        return SamplingParams(**asdict(self.target_spec.generation_defaults) | values)
 
 
 def load_deployment(folder: Path) -> Deployment:

@@ -68,9 +68,28 @@ class TextCodec:
         The model's own vocabulary may be larger (padding rows)."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
-    def encode(self, text: str) -> list[int]:
-        """The ids of a plain prompt, with the special tokens that the tokenizer itself adds (a leading BOS, mostly)."""
-        return self._ids(text, add_special_tokens=True)
+    def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
+        """The ids of a plain prompt, with the special tokens that the tokenizer itself adds (a leading BOS, mostly).
+
+        `add_special_tokens` None: unless the text begins with them already, as a chat that a client rendered itself
+        does.
+        """
+        if add_special_tokens is None:
+            add_special_tokens = not self._begins_with_bos(text)
+        return self._ids(text, add_special_tokens=add_special_tokens)
+
+    def _begins_with_bos(self, text: str) -> bool:
+        bos = self._settings.special_tokens.get("bos_token")
+        return isinstance(bos, str) and bool(bos) and text.startswith(bos)
+
+    def special_token_id(self, text: str) -> int | None:
+        """The id of a special token that is written so; None for any other text. A decoded answer never shows it."""
+        return self._special_token_ids.get(text)
+
+    @cached_property
+    def _special_token_ids(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         """Every token sequence that a word can begin as:
@@ -87,6 +106,8 @@ class TextCodec:
             return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError:  # a string with half a surrogate pair, from JSON or from bytes that are not UTF-8
             raise RequestError("the text is not valid Unicode; send it as UTF-8") from None
+        except BaseException as error:
+            raise _no_panic(error, "the tokenizer does not accept this text; shorten it") from None
 
     def render_chat(self, messages: Sequence[Message], /, **kwargs: Any) -> str:
         """Messages ({"role": ..., "content": ...}) as the text that the model was trained on.
@@ -140,7 +161,17 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of `ids`; an incomplete UTF-8 character at an end becomes U+FFFD, an id that is no token nothing."""
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        try:
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except OverflowError:
+            raise RequestError("token ids: expected integers in 0..2^32-1") from None
+        except BaseException as error:
+            raise _no_panic(error, "the tokenizer does not accept these token ids") from None
+
+
+def _no_panic(error: BaseException, message: str) -> BaseException:
+    """A panic of the tokenizer's native code, which is no Exception, as a refusal; any other error as it is."""
+    return RequestError(message) if type(error).__name__ == "PanicException" else error
 
 
 def _as_templates_expect(message: Message) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+import logging
+import sys
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,18 +24,56 @@ def serve(
     metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0: any free one.")] = 8002,
     address: Annotated[str, typer.Option(help="Address or name that all of them bind to.")] = "127.0.0.1",
     scheduler: SchedulerText = None,
+    max_queued: Annotated[
+        int | None,
+        typer.Option(help="Requests that may wait for a slot; more are refused  [default: 16 for each slot]"),
+    ] = None,
+    max_queue_time: Annotated[float, typer.Option(help="Seconds that a request may wait for a slot.")] = 300.0,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds from a request's arrival to its last token, unless it has a timeout_ms.")
+    ] = 3600.0,
+    max_tokens_limit: Annotated[
+        int | None, typer.Option(help="A larger max_tokens is cut to it  [default: what a row holds]")
+    ] = None,
+    drain_time: Annotated[float, typer.Option(help="Seconds that running requests have when it is stopped.")] = 30.0,
+    log_format: Annotated[
+        Literal["text", "json"], typer.Option(help="Of the server's log, on standard error.")
+    ] = "text",
 ) -> None:
-    """Serve a build with Triton Inference Server until interrupted."""
+    """Serve a build with Triton Inference Server until interrupted; a second interrupt does not wait for requests."""
     from dspark_trt.building.finished import check_servable
     from dspark_trt.commands import report
     from dspark_trt.machine.address import resolve_address
     from dspark_trt.server.serve import ServeOptions
     from dspark_trt.server.serve import serve as run_server
+    from dspark_trt.server.server_log import as_event
+    from dspark_trt.server.summary import check_memory, summarise
+    from dspark_trt.serving.limits import AdmissionLimits
 
     check_servable(folder, scheduler_config(scheduler))
-    options = ServeOptions(http_port, grpc_port, metrics_port, resolve_address(address), scheduler)
+    check_memory(folder)
+    options = ServeOptions(
+        http_port,
+        grpc_port,
+        metrics_port,
+        resolve_address(address),
+        scheduler,
+        admission=AdmissionLimits(
+            max_queued_requests=max_queued,
+            max_queue_s=max_queue_time,
+            default_timeout_s=request_timeout,
+            max_tokens=max_tokens_limit,
+        ),
+        drain_s=drain_time,
+        logs_routine=logging.getLogger("dspark_trt").isEnabledFor(logging.INFO),
+        log_format=log_format,
+    )
 
     def on_ready(server: TritonServer) -> None:
-        report.print_line(f"ready: {server.http_url} (HTTP), {server.grpc_address} (gRPC), {server.metrics_url}")
+        where = {"http_url": server.http_url, "grpc_address": server.grpc_address, "metrics_url": server.metrics_url}
+        report.print_line(f"{summarise(folder, options, **where)}\nready: {server.http_url}")
 
-    run_server(folder, options, on_ready)
+    def on_event(message: str) -> None:
+        print(json.dumps(as_event(message)) if log_format == "json" else message, file=sys.stderr, flush=True)
+
+    run_server(folder, options, on_ready, on_event)

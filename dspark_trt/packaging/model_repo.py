@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
 from dspark_trt.errors import ManifestError
-from dspark_trt.packaging.pbtxt import ModelConfig, set_parameter
+from dspark_trt.packaging.pbtxt import ModelConfig, read_parameter
 from dspark_trt.packaging.signature import POSTPROCESSING, PREPROCESSING, model_configs
 
+EngineModelName = Literal["dspark", "tensorrt_llm"]
+ENGINE_MODEL_NAMES: tuple[EngineModelName, ...] = ("dspark", "tensorrt_llm")
 REPOSITORY_NAME = "triton_model_repo"  # of a build directory
 DEFAULT_SCHEDULER = "auto"
 _CODE_PACKAGE = "dspark_trt_model_repo"
@@ -28,7 +30,7 @@ def write_model_repo(
     build_dir: Path,
     destination: Path,
     *,
-    engine_model_name: Literal["dspark", "tensorrt_llm"] = "dspark",
+    engine_model_name: EngineModelName = "dspark",
     scheduler: str = DEFAULT_SCHEDULER,
 ) -> None:
     """Write ensemble/, preprocessing/, <engine model>/ and postprocessing/ into `destination`.
@@ -36,7 +38,11 @@ def write_model_repo(
     `destination` may be renamed within its folder afterwards: models refer to `build_dir` by a relative path.
     """
     build_directory = os.path.relpath(build_dir.resolve(), destination.resolve() / engine_model_name)
-    for config in model_configs(engine_model_name, build_directory=build_directory, scheduler=scheduler):
+    _write_models(destination, model_configs(engine_model_name, build_directory=build_directory, scheduler=scheduler))
+
+
+def _write_models(destination: Path, configs: Iterable[ModelConfig]) -> None:
+    for config in configs:
         version = destination / config.name / "1"
         version.mkdir(parents=True)
         (version.parent / "config.pbtxt").write_text(config.text())
@@ -51,22 +57,51 @@ def _code_of(config: ModelConfig) -> str:
     return (files(_CODE_PACKAGE) / folder / "1" / "model.py").read_text()
 
 
-def overlay_model_repo(build_dir: Path, destination: Path, *, scheduler: str | None = None) -> None:
-    """A repository in the empty folder `destination` that differs from the build's own in the scheduler at most.
+def overlay_model_repo(
+    build_dir: Path,
+    destination: Path,
+    *,
+    scheduler: str | None = None,
+    admission: str = "{}",
+    control_socket: str = "",
+) -> None:
+    """The repository of a build as this package serves it, in the empty folder `destination`.
 
-    Its models are symlinks, so that they still find the build, in folders of their own, where Python may keep bytecode.
+    All of it is written by this package: of the build's own repository, only the name of its engine model and, where
+    `scheduler` is None, its scheduler are read. So a model, a backend or code that somebody put there is never run.
+    `admission` and `control_socket` as in `model_configs`. Raises ManifestError when the build has no repository of
+    ours.
     """
+    engine_model_name, found = _read_repository(build_dir)
+    _write_models(
+        destination,
+        model_configs(
+            engine_model_name,
+            build_directory=str(build_dir.resolve()),
+            scheduler=found if scheduler is None else scheduler,
+            admission=admission,
+            control_socket=control_socket,
+        ),
+    )
+
+
+def scheduler_of(build_dir: Path) -> str:
+    """The scheduler that a build is served with unless somebody says otherwise. Raises as `overlay_model_repo`."""
+    return _read_repository(build_dir)[1]
+
+
+def _read_repository(build_dir: Path) -> tuple[EngineModelName, str]:
+    """The name of the engine model, and its scheduler."""
     repository = model_repository_of(build_dir)
-    for model in sorted(path.parent for path in repository.glob("*/config.pbtxt")):
-        config = (model / "config.pbtxt").read_text()
-        if scheduler is not None and 'key: "scheduler"' in config:
-            config = set_parameter(config, "scheduler", scheduler)
-        version = destination / model.name / "1"
-        version.mkdir(parents=True)
-        (version.parent / "config.pbtxt").write_text(config)
-        for file in (model / "1").iterdir():
-            if file.is_file():
-                (version / file.name).symlink_to(file)
+    for name in ENGINE_MODEL_NAMES:
+        path = repository / name / "config.pbtxt"
+        if path.is_file():
+            try:
+                return name, read_parameter(path.read_text(), "scheduler")
+            except ValueError as error:
+                raise ManifestError(f"{path}: {error}; run `dspark-trt build` again") from None
+    names = ", ".join(ENGINE_MODEL_NAMES)
+    raise ManifestError(f"{repository}: expected one of the models {names}, found none; run `dspark-trt build` again")
 
 
 def model_repository_of(build_dir: Path) -> Path:
@@ -82,7 +117,7 @@ def model_repository_of(build_dir: Path) -> Path:
 def model_parameters(arguments: Mapping[str, str]) -> dict[str, str]:
     """The parameters of config.pbtxt, from what Triton hands to `initialize`."""
     config: dict[str, Any] = json.loads(arguments["model_config"])
-    return {key: value["string_value"] for key, value in config["parameters"].items()}
+    return {key: value.get("string_value", "") for key, value in config["parameters"].items()}
 
 
 def build_directory_of(arguments: Mapping[str, str]) -> Path:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-DataType = Literal["BOOL", "FP32", "INT32", "INT64", "STRING", "UINT64"]
+DataType = Literal["BOOL", "FP32", "FP64", "INT32", "INT64", "STRING", "UINT64"]
 
 ANY = -1  # a dimension of any size
 
@@ -57,6 +57,7 @@ class ModelConfig:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     is_decoupled: bool = False
+    num_instances: int = 1  # of a model that keeps state or order, never more
     steps: tuple[EnsembleStep, ...] = ()
     parameters: Mapping[str, str] = field(default_factory=dict)
 
@@ -79,18 +80,22 @@ class ModelConfig:
             yield "  ]"
             yield "}"
         else:
-            yield "instance_group [ { count: 1 kind: KIND_CPU } ]"  # two instances would answer out of order
+            yield f"instance_group [ {{ count: {self.num_instances} kind: KIND_CPU }} ]"
         for key, value in self.parameters.items():
             yield _parameter_line(key, value)
 
 
-def set_parameter(text: str, key: str, value: str) -> str:
-    """A config.pbtxt of ours with another value for one of its parameters. Raises ValueError when it lacks it."""
-    old = re.compile(rf"^parameters {{ key: {re.escape(quote(key))} .*$", re.MULTILINE)
-    changed, num_found = old.subn(lambda _: _parameter_line(key, value), text)
-    if num_found != 1:
-        raise ValueError(f"expected one parameter {key!r} in config.pbtxt, found {num_found}")
-    return changed
+def read_parameter(text: str, key: str) -> str:
+    """The value of a parameter in a config.pbtxt of ours. Raises ValueError when it is not there exactly once."""
+    found = re.findall(
+        rf'^parameters {{ key: {re.escape(quote(key))} value: {{ string_value: ("(?:[^"\\]|\\.)*") }} }}$',
+        text,
+        re.MULTILINE,
+    )
+    if len(found) != 1:
+        raise ValueError(f"expected one parameter {key!r} in config.pbtxt, found {len(found)}")
+    value: str = json.loads(found[0])
+    return value
 
 
 def quote(text: str) -> str:

@@ -40,6 +40,7 @@ PREPROCESSING_FIELDS = (
     Field("chat", "BOOL", step_name="CHAT"),  # only here: text_input is one user turn
     Field("messages", "STRING", step_name="MESSAGES"),  # only here: JSON list of messages, text_input is empty
     Field("chat_template_kwargs", "STRING", step_name="CHAT_TEMPLATE_KWARGS"),  # only here: JSON object
+    Field("add_special_tokens", "BOOL", step_name="ADD_SPECIAL_TOKENS"),  # only here: the tokenizer's own, a BOS mostly
     Field("bad_words", "STRING", (ANY,), step_name="BAD_WORDS_DICT"),
     Field("embedding_bias_words", "STRING", (ANY,), step_name="EMBEDDING_BIAS_WORDS"),
     Field("embedding_bias_weights", "FP32", (ANY,), step_name="EMBEDDING_BIAS_WEIGHTS"),
@@ -64,6 +65,12 @@ ENGINE_FIELDS = (
     Field("presence_penalty", "FP32"),
     Field("frequency_penalty", "FP32"),
     Field("logit_bias", "STRING"),  # only here: JSON object, token id -> bias
+    Field("skip_special_tokens", "BOOL"),  # only here
+    Field("draft", "BOOL"),  # only here, as the following
+    Field("max_verify_len", "INT32"),
+    Field("timeout_ms", "INT32"),
+    Field("priority", "INT32"),
+    Field("probe", "BOOL"),
     Field("return_log_probs", "BOOL"),
     Field("return_perf_metrics", "BOOL"),
     Field("return_num_input_tokens", "BOOL"),
@@ -111,14 +118,41 @@ ENGINE_OUTPUTS = (
     Tensor("num_steps", "INT32"),  # only here: verification steps
 )
 
-_TEXT_INPUTS = (Tensor("TEXT", "STRING"), Tensor("HANDLE", "INT64"))
-_TEXT_OUTPUTS = (Tensor("OUTPUT", "STRING", (ANY,)),)  # answered without a batch dimension: clients read output[0]
-_INNER_ENGINE_OUTPUTS = ("output_ids", "sequence_length", "text", "handle")
+# What the ensemble takes from the engine model: few tensors, because each costs time in the engine's process. The
+# numbers of a response travel in one, in this order; postprocessing gives each its public name, shape and type.
+PACKED = Tensor("numbers", "FP64", (ANY,))
+PACKED_OUTPUTS = (
+    "cum_log_probs",
+    "batch_index",
+    "sequence_index",
+    "num_input_tokens",
+    "num_output_tokens",
+    "acceptance_rate",
+    "total_draft_tokens",
+    "total_accepted_draft_tokens",
+    "num_steps",
+)
+_INNER_OUTPUTS = ("output_ids", "sequence_length", "text", "handle")  # that the ensemble does not have
+PUBLIC_OUTPUTS = tuple(tensor for tensor in ENGINE_OUTPUTS if tensor.name not in _INNER_OUTPUTS)
+
+_POSTPROCESSING_INPUTS = (
+    Tensor("TEXT", "STRING"),
+    Tensor("HANDLE", "INT64"),
+    Tensor("NUMBERS", "FP64", (ANY,)),
+    Tensor("LOG_PROBS", "FP32", (ANY, ANY)),
+    Tensor("FINISH_REASON", "STRING"),
+)
+# without a batch dimension where clients read output[0]
+_POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "STRING", (ANY,)), *PUBLIC_OUTPUTS)
 
 
-def model_configs(engine_model_name: str, *, build_directory: str, scheduler: str) -> tuple[ModelConfig, ...]:
-    """The four models. `build_directory` is relative to a model's folder; `scheduler` as in `parse_scheduler`."""
-    public_outputs = tuple(tensor for tensor in ENGINE_OUTPUTS if tensor.name not in _INNER_ENGINE_OUTPUTS)
+def model_configs(
+    engine_model_name: str, *, build_directory: str, scheduler: str, admission: str = "{}", control_socket: str = ""
+) -> tuple[ModelConfig, ...]:
+    """The four models. `build_directory` is absolute or relative to a model's folder; `scheduler` as in
+    `parse_scheduler`; `admission` the AdmissionLimits that differ from the defaults, as JSON; `control_socket` where a
+    supervisor asks.
+    """
     engine = ModelConfig(
         name=engine_model_name,
         inputs=(
@@ -128,26 +162,33 @@ def model_configs(engine_model_name: str, *, build_directory: str, scheduler: st
             Tensor("bad_words_list", "INT32", (2, ANY), is_optional=True),
             *ENGINE_ONLY_INPUTS,
         ),
-        outputs=ENGINE_OUTPUTS,
+        outputs=(*ENGINE_OUTPUTS, PACKED),
         is_decoupled=True,
-        parameters={"build_directory": build_directory, "scheduler": scheduler},
+        parameters={
+            "build_directory": build_directory,
+            "scheduler": scheduler,
+            "admission": admission,
+            "control_socket": control_socket,
+        },
     )
     preprocessing = ModelConfig(
         name=PREPROCESSING,
         inputs=tuple(field.step_tensor() for field in (*PREPROCESSING_FIELDS, _PREPROCESSING_TRIGGER)),
         outputs=PREPROCESSING_OUTPUTS,
+        num_instances=2,  # one may have a long text
         parameters={"build_directory": build_directory},
     )
     postprocessing = ModelConfig(
         name=POSTPROCESSING,
-        inputs=_TEXT_INPUTS,
-        outputs=_TEXT_OUTPUTS,
+        inputs=_POSTPROCESSING_INPUTS,
+        outputs=_POSTPROCESSING_OUTPUTS,
+        is_decoupled=True,  # a ping has no answer
         parameters={"engine_model_name": engine_model_name},
     )
     ensemble = ModelConfig(
         name=ENSEMBLE,
         inputs=tuple(field.ensemble_tensor() for field in (*PREPROCESSING_FIELDS, *ENGINE_FIELDS)),
-        outputs=(Tensor("text_output", "STRING", (ANY,)), *public_outputs),
+        outputs=(Tensor("text_output", "STRING", (ANY,)), *PUBLIC_OUTPUTS),
         steps=(
             EnsembleStep(
                 PREPROCESSING,
@@ -167,13 +208,15 @@ def model_configs(engine_model_name: str, *, build_directory: str, scheduler: st
                 output_map={
                     "text": "_TEXT",
                     "handle": "_HANDLE",
-                    **{tensor.name: tensor.name for tensor in public_outputs},
+                    PACKED.name: "_NUMBERS",
+                    "output_log_probs": "_LOG_PROBS",
+                    "finish_reason": "_FINISH_REASON",
                 },
             ),
             EnsembleStep(
                 POSTPROCESSING,
-                input_map={"TEXT": "_TEXT", "HANDLE": "_HANDLE"},
-                output_map={"OUTPUT": "text_output"},
+                input_map={tensor.name: f"_{tensor.name}" for tensor in _POSTPROCESSING_INPUTS},
+                output_map={"OUTPUT": "text_output", **{tensor.name: tensor.name for tensor in PUBLIC_OUTPUTS}},
             ),
         ),
     )

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+from functools import partial
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -144,7 +147,9 @@ def new_state(
         ending_ids=ending_ids,
         processors=LogitProcessors(params, prompt_ids, sorted(ending_ids)),
         stream=TextStream(
-            decode,
+            decode
+            if params.skip_special_tokens
+            else partial(cast(Callable[..., str], decode), skip_special_tokens=False),
             request.prompt_ids,
             stop_strings=params.stop_strings,
             include_stop_string=params.include_stop_string,

@@ -1,13 +1,31 @@
-"""How a build is served: addresses, scheduler, times."""
+"""How a build is served: addresses, scheduler, admission, times."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from dspark_trt.errors import RecipeError
+from dspark_trt.serving.limits import AdmissionLimits
+
+LogFormat = Literal["text", "json"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """How often a server that fails is started again: after a growing pause, and not for ever."""
+
+    max_restarts: int = 5  # without a time of `healthy_s` between them; then it is given up
+    healthy_s: float = 300.0
+    first_pause_s: float = 0.25
+    max_pause_s: float = 15.0
+
+    def pause_s(self, num_restarts: int) -> float:
+        """Before the restart of this number, 0 being the first."""
+        return min(self.first_pause_s * 4.0**num_restarts, self.max_pause_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +40,13 @@ class ServeOptions:
     cache: Path | None = None  # where the server tree lives; None: default_cache_folder()
     log_file: Path | None = None  # None: the server writes to this process's standard error
     startup_timeout_s: float = 300.0
+    admission: AdmissionLimits = field(default_factory=AdmissionLimits)
+    drain_s: float = 30.0  # that running requests get when the server is asked to stop
+    probe_interval_s: float = 5.0
+    probe_timeout_s: float = 60.0  # without an answer to a probe the server counts as hung
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    logs_routine: bool = False  # Triton's informational messages, and ours
+    log_format: LogFormat = "text"
 
 
 def with_ports(options: ServeOptions) -> ServeOptions:

@@ -1,9 +1,12 @@
-"""`dspark-trt serve`: one build behind one tritonserver, until it is asked to stop."""
+"""`dspark-trt serve`: one build behind one tritonserver, kept alive until it is asked to stop."""
 
 from __future__ import annotations
 
+import logging
 import signal
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -12,39 +15,93 @@ from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.engines.open import check_device
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.server.options import ServeOptions
+from dspark_trt.server.signals import stop_signals
 from dspark_trt.server.supervisor import TritonServer
 
 __all__ = ["ServeOptions", "TritonServer", "serve"]
 
-_DEATH_POLL_S = 0.5
+logger = logging.getLogger(__name__)
+
+_CHECK_INTERVAL_S = 0.2
 
 
 def serve(
-    build_dir: Path, options: ServeOptions, on_ready: Callable[[TritonServer], None] = lambda server: None
+    build_dir: Path,
+    options: ServeOptions,
+    on_ready: Callable[[TritonServer], None] = lambda server: None,
+    on_event: Callable[[str], None] = lambda message: None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM, then stop cleanly. `on_ready` is called once a real request has been answered.
+    """Serve until SIGINT, SIGTERM or SIGHUP, then drain and stop; a second one stops at once.
 
-    Raises RecipeError for an unknown scheduler or a port in use, ManifestError when `build_dir` is no finished build,
-    EnvironmentMissingError when its engines are for another machine or there is no server to start, EngineBuildError
-    when it does not come up or ends by itself.
+    `on_ready` is called once a real request has been answered, `on_event` with what a person has to know meanwhile: a
+    server that failed and is started again, a stop. Raises RecipeError for an unknown scheduler or a port in use,
+    ManifestError when `build_dir` is no finished build, EnvironmentMissingError when its engines are for another
+    machine or there is no server to start, EngineBuildError when it does not come up, or fails again and again.
     """
     if options.scheduler is not None:
         parse_scheduler(options.scheduler)
     check_device(build_dir)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell may have started this process with SIGINT ignored
+    for number in stop_signals():
         signal.signal(number, _interrupt_once)
     try:
         with TritonServer(build_dir, options) as server:
-            on_ready(server)
-            while not server.has_died():
-                time.sleep(_DEATH_POLL_S)
-            raise EngineBuildError(server.describe_death())
-    except KeyboardInterrupt:
+            try:
+                on_ready(server)
+                keep_alive(server, on_event)
+            except KeyboardInterrupt:
+                on_event(f"stopping: running requests have {options.drain_s:g} s; another signal stops at once")
+                _drain(server)
+    except KeyboardInterrupt:  # while it started
         return
 
 
+def keep_alive(server: TritonServer, on_event: Callable[[str], None]) -> None:
+    """Watch a server that answers, and start it again when it fails.
+
+    Raises EngineBuildError when that does not help. Otherwise only an exception ends it, such as KeyboardInterrupt.
+    """
+    policy = server.options.restarts
+    restarts: deque[float] = deque()
+    while True:
+        time.sleep(_CHECK_INTERVAL_S)
+        reason = server.fault()
+        while reason is not None:
+            server.kill()  # first: whoever waits for an answer gets an error now
+            now = time.monotonic()
+            while restarts and now - restarts[0] > policy.healthy_s:
+                restarts.popleft()
+            if len(restarts) == policy.max_restarts:
+                raise EngineBuildError(
+                    f"the server failed {len(restarts) + 1} times and is given up; the last time: {reason}; "
+                    f"{server.log_tail()}"
+                )
+            pause_s = policy.pause_s(len(restarts))
+            restarts.append(now)
+            on_event(
+                f"the server failed: {reason}; it is started again in {pause_s:g} s "
+                f"({len(restarts)} of {policy.max_restarts})"
+            )
+            time.sleep(pause_s)
+            try:
+                server.start()
+                on_event("the server answers again")
+                reason = None
+            except EngineBuildError as error:
+                reason = str(error)
+
+
+def _drain(server: TritonServer) -> None:
+    is_impatient = threading.Event()
+    for number in stop_signals():
+        signal.signal(number, lambda *_: is_impatient.set())
+    server.drain(is_impatient.is_set)
+    for number in stop_signals():  # for good: this process is about to end, and shall end with its own exit code
+        signal.signal(number, signal.SIG_IGN)
+    server.kill()
+
+
 def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    """The first signal begins the clean-up, and none that follows may end it."""
-    for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, signal.SIG_IGN)
+    """The first signal begins the end; what follows is for `_drain`, and none may interrupt the clean-up."""
+    for ending in stop_signals():
+        signal.signal(ending, lambda *_: None)
     raise KeyboardInterrupt

@@ -6,18 +6,26 @@ always send for "off" (beam_width 1, length_penalty 1, ...) pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from dspark_trt.errors import RequestError
 from dspark_trt.packaging.signature import ENGINE_FIELDS, ENGINE_ONLY_INPUTS
-from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.serving.fields import Fields, Tensors, refuse_unknown
+from dspark_trt.serving.limits import (
+    MAX_CLIENT_ID_CHARACTERS,
+    MAX_PRIORITY,
+    MAX_STOP_WORD_CHARACTERS,
+    MAX_STOP_WORDS,
+    MAX_TIMEOUT_MS,
+    MIN_PRIORITY,
+    check_bad_word_ids,
+    check_count,
+    check_logit_bias,
+    check_stop_words,
+)
 
 Decode = Callable[[Sequence[int]], str]
 MakeSampling = Callable[..., SamplingParams]  # what was given (None: not given), over the checkpoint's defaults
@@ -35,12 +43,26 @@ _ONLY_VALUE: dict[str, tuple[Any, str]] = {
 }
 
 
+# Field of the runtime -> what a client calls it.
+_RUNTIME_NAMES = {
+    "prompt_ids": "text_input",
+    "stop_token_ids": "end_id",
+    "stop_strings": "stop_words",
+    "num_log_probs": "return_log_probs",
+}
+_END_ID_OFF = -1  # nothing ends the text
+
+
 @dataclass(frozen=True, slots=True)
 class StopCommand:
     """A request to end another one: by the handle that its responses carry, else by the request id of the client."""
 
     handle: int | None
     client_id: str
+    answer: Callable[[str | None], None] = lambda refusal: None  # called with the reason of a refusal, or None
+
+    def names(self, request: EngineRequest) -> bool:
+        return self.handle == request.handle if self.handle is not None else self.client_id == request.client_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +74,15 @@ class EngineRequest:
     client_id: str  # the client's request id; may be empty, need not be unique
     is_streaming: bool
     echoes_prompt: bool  # text and ids of the prompt in front of the answer, where it is one response
+    timeout_s: float | None = None  # from arrival to the last token; None: the server's default
+    priority: int = 0  # the lowest first
+    is_probe: bool = False  # answered at once and without tokens by the thread that decodes
+    is_in_ensemble: bool = False  # its responses pass through postprocessing
 
 
-def read_stop(tensors: Tensors, client_id: str) -> StopCommand | None:
+def read_stop(
+    tensors: Tensors, client_id: str, answer: Callable[[str | None], None] = lambda refusal: None
+) -> StopCommand | None:
     """The stop request that the tensors are, or None when they ask for something to generate."""
     fields = Fields(tensors)
     if not fields.flag("stop"):
@@ -62,7 +90,7 @@ def read_stop(tensors: Tensors, client_id: str) -> StopCommand | None:
     handle = fields.integer("stop_handle")
     if handle is None and not client_id:
         raise RequestError("stop: expected the request id of the request to stop, or its stop_handle, found neither")
-    return StopCommand(handle, client_id)
+    return StopCommand(handle, client_id, answer)
 
 
 def read_request(
@@ -73,23 +101,40 @@ def read_request(
     client_id: str,
     decode: Decode,
     make_sampling: MakeSampling,
+    is_in_ensemble: bool = False,
+    max_tokens: int | None = None,
 ) -> EngineRequest:
-    """Raises RequestError that names the field which is not acceptable."""
+    """Raises RequestError that names the field which is not acceptable. A larger max_tokens is cut to `max_tokens`."""
     refuse_unknown(parameters, _KNOWN)
+    check_count("request id", len(client_id), MAX_CLIENT_ID_CHARACTERS, "characters")
     fields = Fields(tensors, _CLIENT_NAMES)
     _refuse_unsupported(fields)
     is_streaming = fields.flag("streaming") or False
+    sampling = make_sampling(**_sampling_fields(fields, decode))
+    if max_tokens is not None and sampling.max_tokens > max_tokens >= sampling.min_tokens:
+        sampling = replace(sampling, max_tokens=max_tokens)
     return EngineRequest(
         generation=GenerationRequest(
             request_id=str(handle),
             prompt_ids=_prompt_ids(fields),
-            sampling=make_sampling(**_sampling_fields(fields, decode)),
+            sampling=sampling,
+            max_verify_len=_max_verify_len(fields),
         ),
         handle=handle,
         client_id=client_id,
         is_streaming=is_streaming,
         echoes_prompt=not is_streaming and fields.flag("exclude_input_in_output") is False,
+        timeout_s=_timeout_s(fields),
+        priority=_priority(fields),
+        is_probe=fields.flag("probe") or False,
+        is_in_ensemble=is_in_ensemble,
     )
+
+
+def with_client_names(error: RequestError) -> RequestError:
+    """A refusal of the runtime, in the words of the client."""
+    name, colon, rest = str(error).partition(":")
+    return RequestError(f"{_RUNTIME_NAMES[name]}:{rest}") if colon and name in _RUNTIME_NAMES else error
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -112,12 +157,60 @@ def _prompt_ids(fields: Fields) -> tuple[int, ...]:
     return prompt_ids[:length]
 
 
+def _timeout_s(fields: Fields) -> float | None:
+    found = fields.integer("timeout_ms")
+    if found is None or found == 0:  # what a client sends for "none of mine"
+        return None
+    if not 0 < found <= MAX_TIMEOUT_MS:
+        raise fields.refusal("timeout_ms", f"an integer in 0..{MAX_TIMEOUT_MS} (0: the server's default)", found)
+    return found / 1e3
+
+
+def _priority(fields: Fields) -> int:
+    found = fields.integer("priority") or 0
+    if not MIN_PRIORITY <= found <= MAX_PRIORITY:
+        raise fields.refusal("priority", f"an integer in {MIN_PRIORITY}..{MAX_PRIORITY}, the lowest first", found)
+    return found
+
+
+def _max_verify_len(fields: Fields) -> int | None:
+    found = fields.integer("max_verify_len")
+    if found is not None and found < 0:
+        raise fields.refusal("max_verify_len", "an integer >= 0 (0: decode without drafts)", found)
+    return 0 if fields.flag("draft") is False else found
+
+
+def _stop_words(fields: Fields, decode: Decode) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Stop strings, and stop token ids: of the sequences that are one token without text, a special one."""
+    texts = list(fields.texts("stop_words", MAX_STOP_WORDS))
+    check_stop_words(texts)
+    sequences = fields.token_sequences("stop_words_list")
+    check_count("stop_words_list", len(sequences), MAX_STOP_WORDS, "sequences")
+    token_ids = []
+    for ids in sequences:
+        check_count("stop_words_list", len(ids), MAX_STOP_WORD_CHARACTERS, "token ids in a sequence")
+        if min(ids) < 0:
+            raise fields.refusal("stop_words_list", "token ids >= 0", ids)
+        text = decode(ids)
+        if text:
+            texts.append(text)
+        elif len(ids) == 1:
+            token_ids.append(ids[0])
+        else:
+            raise fields.refusal("stop_words_list", "sequences with text, or of one special token", ids)
+    return tuple(texts), tuple(token_ids)
+
+
 def _sampling_fields(fields: Fields, decode: Decode) -> dict[str, Any]:
-    stop_words = (*fields.texts("stop_words"), *(decode(ids) for ids in fields.token_sequences("stop_words_list")))
-    end_id = fields.integer("end_id")  # replaces the checkpoint's own EOS ids; -1: nothing ends the text
+    stop_words, stop_token_ids = _stop_words(fields, decode)
+    end_id = fields.integer("end_id")  # replaces the checkpoint's own EOS ids
+    if end_id is not None and end_id < _END_ID_OFF:
+        raise fields.refusal("end_id", "a token id, or -1: nothing ends the text", end_id)
     max_tokens = fields.integer("request_output_len")
     if max_tokens is None:
         raise fields.refusal("request_output_len", "the most tokens to generate, as every request must say", None)
+    bad_words = fields.token_sequences("bad_words_list")
+    check_bad_word_ids(bad_words)
     return {
         "max_tokens": max_tokens,
         "min_tokens": _min_tokens(fields),
@@ -130,10 +223,11 @@ def _sampling_fields(fields: Fields, decode: Decode) -> dict[str, Any]:
         "presence_penalty": fields.number("presence_penalty"),
         "frequency_penalty": fields.number("frequency_penalty"),
         "logit_bias": _logit_bias(fields),
-        "bad_words": fields.token_sequences("bad_words_list"),
+        "bad_words": bad_words,
         "stop_strings": stop_words,
-        "stop_token_ids": (end_id,) if end_id is not None and end_id >= 0 else (),
+        "stop_token_ids": ((end_id,) if end_id is not None and end_id >= 0 else ()) + stop_token_ids,
         "ignore_eos": end_id is not None,
+        "skip_special_tokens": fields.flag("skip_special_tokens"),
         "num_log_probs": 0 if fields.flag("return_log_probs") else None,
     }
 
@@ -147,71 +241,8 @@ def _min_tokens(fields: Fields) -> int | None:
 
 def _logit_bias(fields: Fields) -> dict[int, float]:
     biases = fields.json_object("logit_bias")
+    check_logit_bias(len(biases))
     try:
         return {int(token_id): float(bias) for token_id, bias in biases.items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise fields.refusal("logit_bias", "a JSON object of token ids and numbers", biases) from None
-
-
-class ResponseWriter:
-    """Turns the emissions of one request into the tensors of its responses."""
-
-    def __init__(self, request: EngineRequest, decode: Decode) -> None:
-        self._request = request
-        self._decode = decode
-        self._cum_log_prob = 0.0
-        self._held: list[Emission] = []  # of a request that gets one response at its end
-
-    def write(self, emission: Emission) -> Mapping[str, NDArray[Any]] | None:
-        """The response for an emission, or None when it waits for the request's end."""
-        if self._request.is_streaming:
-            return self._tensors(emission)
-        self._held.append(emission)
-        return self._tensors(_joined(self._held)) if emission.finish_reason else None
-
-    def _tensors(self, emission: Emission) -> Mapping[str, NDArray[Any]]:
-        prompt_ids = self._request.generation.prompt_ids
-        echoed_ids = prompt_ids if self._request.echoes_prompt else ()
-        token_ids = (*echoed_ids, *emission.token_ids)
-        text = (self._decode(prompt_ids) if echoed_ids else "") + emission.text
-        log_probs = emission.log_probs or ()
-        self._cum_log_prob += sum(log_probs)
-        statistics = emission.statistics
-        num_verified = statistics.num_drafts_verified if statistics else 0
-        num_accepted = statistics.num_drafts_accepted if statistics else 0
-        return {
-            "output_ids": np.array([[token_ids]], dtype=np.int32),
-            "sequence_length": np.array([[len(token_ids)]], dtype=np.int32),
-            "text": np.array([[text.encode()]], dtype=np.object_),
-            "handle": np.array([[self._request.handle]], dtype=np.int64),
-            "cum_log_probs": np.array([[self._cum_log_prob]], dtype=np.float32),
-            "output_log_probs": np.array([[log_probs]], dtype=np.float32),
-            "batch_index": _int32(0),
-            "sequence_index": _int32(self._request.generation.sequence_index),
-            "num_input_tokens": _int32(len(prompt_ids)),
-            "num_output_tokens": _int32(len(emission.token_ids)),
-            "finish_reason": np.array([[(emission.finish_reason or "").encode()]], dtype=np.object_),
-            "acceptance_rate": np.array([[num_accepted / num_verified if num_verified else 0.0]], dtype=np.float32),
-            "total_draft_tokens": _int32(num_verified),
-            "total_accepted_draft_tokens": _int32(num_accepted),
-            "num_steps": _int32(statistics.num_steps if statistics else 0),
-        }
-
-
-def _int32(value: int) -> NDArray[np.int32]:
-    return np.array([[value]], dtype=np.int32)
-
-
-def _joined(emissions: Sequence[Emission]) -> Emission:
-    """All emissions of a request as one."""
-    last = emissions[-1]
-    has_log_probs = any(emission.log_probs is not None for emission in emissions)
-    log_probs = tuple(value for emission in emissions for value in emission.log_probs or ())
-    return Emission(
-        request_id=last.request_id,
-        token_ids=tuple(token_id for emission in emissions for token_id in emission.token_ids),
-        text="".join(emission.text for emission in emissions),
-        log_probs=log_probs if has_log_probs else None,
-        finish_reason=last.finish_reason,
-        statistics=last.statistics,
-    )

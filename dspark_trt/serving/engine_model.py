@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import count
+import secrets
+import time
+from collections.abc import Iterable, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Protocol
 
+from dspark_trt.building.manifest import read_manifest
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.deployment import load_deployment
 from dspark_trt.errors import RequestError
-from dspark_trt.serving.adapter import ResponseWriter, read_request, read_stop
+from dspark_trt.packaging.signature import PACKED
+from dspark_trt.runtime.request import validate
+from dspark_trt.serving.adapter import read_request, read_stop, with_client_names
+from dspark_trt.serving.control import Command, ControlServer
 from dspark_trt.serving.failures import Failure, describe_failure
 from dspark_trt.serving.fields import Tensors
+from dspark_trt.serving.limits import AdmissionLimits
 from dspark_trt.serving.metrics import ServingMetrics
-from dspark_trt.serving.worker import Reply, Ticket, Worker
+from dspark_trt.serving.responses import ResponseWriter
+from dspark_trt.serving.worker import STOPPING, Reply, Ticket, Worker
+
+MAX_HANDLE = 2**63 - 1  # of an INT64 tensor
 
 
 class EngineReply(Reply, Protocol):
@@ -28,42 +38,96 @@ class EngineReply(Reply, Protocol):
 class EngineModel:
     """One engine model: its engines and its worker."""
 
-    def __init__(self, build_dir: Path, *, scheduler: str, metric_family: Any, model_name: str) -> None:
+    def __init__(
+        self,
+        build_dir: Path,
+        *,
+        scheduler: str,
+        limits: AdmissionLimits,
+        metric_family: Any,
+        model_name: str,
+        control_socket: Path | None = None,
+    ) -> None:
         """Raises ManifestError, EnvironmentMissingError and EngineBuildError as `load_deployment` does; RecipeError."""
         config = parse_scheduler(scheduler)
         self._deployment = load_deployment(build_dir)
-        self._handles = count(1)
-        metrics = ServingMetrics(metric_family, model_name)
-        self._worker = Worker(lambda: self._deployment.make_loop(config), metrics.after_step)
+        self._limits = limits
+        engine_limits = self._deployment.target.limits
+        self._worker = Worker(
+            lambda: self._deployment.make_loop(config),
+            max_slots=engine_limits.max_slots,
+            limits=limits,
+            observer=ServingMetrics(
+                metric_family,
+                model_name,
+                max_slots=engine_limits.max_slots,
+                max_seq_len=engine_limits.max_seq_len,
+                gamma=self._deployment.drafter.gamma if self._deployment.drafter else 0,
+                table_made_at=datetime.fromisoformat(read_manifest(build_dir / "steptable").created),
+            ),
+        )
+        self._control = control_socket and ControlServer(control_socket, self._obey)
 
-    def accept(self, tensors: Tensors, parameters: Iterable[str], client_id: str, reply: EngineReply) -> None:
+    def accept(
+        self, tensors: Tensors, parameters: Iterable[str], wanted: Iterable[str], client_id: str, reply: EngineReply
+    ) -> None:
         """Queue a request, or obey a stop request; whatever is wrong with it is answered to it alone.
 
-        Nothing of `tensors` is kept: Triton frees them.
+        Nothing of `tensors` is kept: Triton frees them. All checks are made here, beside the loop's thread.
         """
         try:
-            command = read_stop(tensors, client_id)
-            if command is None:
-                self._worker.submit(self._ticket(tensors, parameters, client_id, reply))
-            else:
+            command = read_stop(tensors, client_id, lambda refusal: _answer_stop(reply, refusal))
+            if command is not None:
                 self._worker.stop(command)
-                reply.finish()
+            elif self._worker.is_draining:
+                reply.fail(Failure.UNAVAILABLE, STOPPING)
+            else:
+                self._worker.submit(self._ticket(tensors, parameters, frozenset(wanted), client_id, reply))
         except RequestError as error:
             reply.fail(Failure.INVALID_ARG, str(error))
-        except Exception as error:
+        except BaseException as error:
             reply.fail(Failure.INTERNAL, describe_failure("a request could not be read", error))
 
-    def _ticket(self, tensors: Tensors, parameters: Iterable[str], client_id: str, reply: Reply) -> Ticket:
-        decode = self._deployment.codec.decode
+    def _ticket(
+        self, tensors: Tensors, parameters: Iterable[str], wanted: frozenset[str], client_id: str, reply: Reply
+    ) -> Ticket:
+        arrived_at = time.monotonic()
         request = read_request(
             tensors,
             parameters,
-            handle=next(self._handles),
+            handle=1 + secrets.randbelow(MAX_HANDLE),  # whoever cannot guess it cannot end the request
             client_id=client_id,
-            decode=decode,
+            decode=self._deployment.codec.decode,
             make_sampling=self._deployment.sampling_params,
+            is_in_ensemble=PACKED.name in wanted and "output_ids" not in wanted,
+            max_tokens=self._limits.max_tokens,
         )
-        return Ticket(request, ResponseWriter(request, decode), reply)
+        target = self._deployment.target
+        try:
+            validate(request.generation, vocab_size=target.vocab_size, max_seq_len=target.limits.max_seq_len)
+        except RequestError as error:
+            raise with_client_names(error) from None
+        return Ticket(
+            request,
+            ResponseWriter(request, self._deployment.codec.decode, wanted),
+            reply,
+            arrived_at=arrived_at,
+            ends_at=arrived_at + (request.timeout_s or self._limits.default_timeout_s),
+        )
+
+    def _obey(self, command: Command) -> Mapping[str, Any]:
+        if command["command"] == "drain":
+            self._worker.drain(float(command["seconds"]))
+        return {"num_open": self._worker.num_open}
 
     def close(self) -> None:
         self._worker.close()
+        if self._control:
+            self._control.close()
+
+
+def _answer_stop(reply: EngineReply, refusal: str | None) -> None:
+    if refusal is None:
+        reply.finish()
+    else:
+        reply.fail(Failure.INVALID_ARG, refusal)

@@ -10,12 +10,18 @@ logger = logging.getLogger(__name__)
 
 
 class Failure(Enum):
-    """Why a request has no (further) answer; the names are those of Triton's error codes."""
+    """Why a request has no (further) answer."""
 
     INVALID_ARG = "the client is wrong"
     INTERNAL = "we are wrong"
     CANCELLED = "the client ended it"
-    UNAVAILABLE = "the server stops"
+    UNAVAILABLE = "the server is busy or stops"
+    TIMEOUT = "its time is over"
+
+    @property
+    def triton_code(self) -> str:
+        """The name of Triton's error code; there is none for time that is over."""
+        return "UNAVAILABLE" if self is Failure.TIMEOUT else self.name
 
 
 def describe_failure(what: str, error: BaseException) -> str:

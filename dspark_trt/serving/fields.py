@@ -15,9 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.errors import RequestError
+from dspark_trt.serving.limits import MAX_BAD_WORD_IDS, MAX_ECHO_CHARACTERS, MAX_JSON_BYTES, check_count, shorten
 
 Tensors = Mapping[str, NDArray[Any]]
 
+_MAX_PACKED_IDS = 4 * MAX_BAD_WORD_IDS  # of a packed list; what it may mean is checked where it is read
 _RESERVED_PREFIX = "triton_"  # request parameters of Triton itself
 
 
@@ -48,9 +50,16 @@ class Fields:
         value = self._one(name)
         return None if value is None else self._decode(name, value)
 
-    def texts(self, name: str) -> tuple[str, ...]:
+    def num_bytes(self, name: str) -> int:
+        """Bytes of the strings of a field, before any of them is decoded."""
+        values = self._tensors.get(name)
+        return 0 if values is None else sum(map(len, values.ravel()))
+
+    def texts(self, name: str, max_texts: int) -> tuple[str, ...]:
         """All strings of a list; () where it was not sent. Empty ones are what clients send for "none"."""
         values = self._tensors.get(name)
+        if values is not None:
+            check_count(self.client_name(name), values.size, max_texts, "words")
         decoded = () if values is None else tuple(self._decode(name, value) for value in values.ravel())
         return tuple(text for text in decoded if text)
 
@@ -63,6 +72,9 @@ class Fields:
         values = self._tensors.get(name)
         if values is None:
             return ()
+        check_count(self.client_name(name), values.size, 2 * _MAX_PACKED_IDS, "numbers")
+        if values.size % 2:
+            raise self.refusal(name, "two rows of equal length", values.shape)
         ids, ends = values.reshape(2, -1).tolist()
         bounds = [0, *(end for end in ends if end >= 0)]
         if bounds != sorted(bounds) or bounds[-1] > len(ids):
@@ -70,22 +82,22 @@ class Fields:
         sequences = [tuple(ids[start:end]) for start, end in pairwise(bounds)]
         return tuple(sequence for sequence in sequences if sequence)
 
-    def json_object(self, name: str) -> dict[str, Any]:
-        value = self._json(name)
+    def json_object(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+        value = self._json(name, max_bytes)
         if value is None:
             return {}
         if not isinstance(value, dict):
             raise self.refusal(name, "a JSON object", value)
         return value
 
-    def json_list(self, name: str) -> list[Any] | None:
-        value = self._json(name)
+    def json_list(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> list[Any] | None:
+        value = self._json(name, max_bytes)
         if value is not None and not isinstance(value, list):
             raise self.refusal(name, "a JSON list", value)
         return value
 
     def refusal(self, name: str, expected: str, found: Any) -> RequestError:
-        return RequestError(f"{self.client_name(name)}: expected {expected}, found {found!r}")
+        return RequestError(f"{self.client_name(name)}: expected {expected}, found {shorten(found)}")
 
     def _one(self, name: str) -> Any:
         values = self._tensors.get(name)
@@ -105,23 +117,25 @@ class Fields:
                 f"{self.client_name(name)}: not valid UTF-8 ({error.reason} at byte {error.start})"
             ) from None
 
-    def _json(self, name: str) -> Any:
+    def _json(self, name: str, max_bytes: int) -> Any:
         text = self.text(name)
         if not text:
             return None
+        check_count(self.client_name(name), len(text), max_bytes, "bytes of JSON")
         try:
             return json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise RequestError(f"{self.client_name(name)}: not valid JSON ({error})") from None
+        except RecursionError:
+            raise RequestError(f"{self.client_name(name)}: not valid JSON (nested too deeply)") from None
+        except ValueError as error:  # a number of too many digits, too
+            raise RequestError(f"{self.client_name(name)}: not valid JSON ({shorten(str(error))})") from None
 
 
 def refuse_unknown(parameters: Iterable[str], known: Iterable[str]) -> None:
     """Refuse request parameters: JSON fields that are no input of the model arrive as such, a misspelt one too."""
     unknown = sorted(name for name in parameters if not name.startswith(_RESERVED_PREFIX))
     if unknown:
-        raise RequestError(
-            f"unknown field{'s'[: len(unknown) - 1]} {', '.join(unknown)}; known fields: {', '.join(known)}"
-        )
+        named = ", ".join(name[:MAX_ECHO_CHARACTERS] for name in unknown[:8])
+        raise RequestError(f"unknown field{'s'[: len(unknown) - 1]} {named}; known fields: {', '.join(known)}")
 
 
 def pack_sequences(sequences: Iterable[tuple[int, ...]]) -> NDArray[np.int32]:

@@ -1,34 +1,102 @@
-"""What the decoding loop counts, as Triton metrics: read once per step, whatever the number of requests.
+"""What is served, as Triton metrics in Prometheus units (seconds, tokens, ratios).
 
-The factory is `triton_python_backend_utils.MetricFamily`, handed in by the model.
+The factory is `triton_python_backend_utils.MetricFamily`, handed in by the model. Each call of a metric costs about 10
+µs in Triton's stub, so counters are brought up to date when a request ends and else a few times a second, and what
+belongs to a request is observed once, at its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from typing import Any
 
+from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.loop import DecodingLoop
-from dspark_trt.runtime.metrics import LoopTotals
+from dspark_trt.runtime.metrics import LoopTotals, RequestStatistics, StepRecord
+from dspark_trt.serving.failures import Failure
+from dspark_trt.serving.ticket import Ticket
 
-_STEP_MS_BUCKETS = [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0]
-_FINISH_REASONS = ("stop", "length", "cancelled", "error")
+_UPDATE_INTERVAL_S = 0.2
 
-# (family, description, labels, value of the totals): counters
+# How a request can end: by itself, or for a reason of ours or of its client.
+_OUTCOMES = {
+    Failure.INVALID_ARG: "invalid",
+    Failure.INTERNAL: "error",
+    Failure.CANCELLED: "cancelled",
+    Failure.UNAVAILABLE: "refused",
+    Failure.TIMEOUT: "timeout",
+}
+OUTCOMES = ("stop", "length", *_OUTCOMES.values())
+
+_LATENCY_S = [0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
+_STEP_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0]
+_TOKENS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0]
+_LENGTHS = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0]
+
+# (family, help, labels, value of the totals): counters of the loop
 _COUNTERS: tuple[tuple[str, str, dict[str, str], Callable[[LoopTotals], float]], ...] = (
-    ("dspark_steps_total", "Steps of the decoding loop", {}, lambda totals: totals.num_steps),
+    ("dspark_steps_total", "Steps of the decoding loop that had work", {}, lambda totals: totals.num_steps),
     ("dspark_tokens_total", "Tokens handed out", {}, lambda totals: totals.num_tokens_emitted),
     ("dspark_prefill_tokens_total", "Prompt tokens read", {}, lambda totals: totals.num_prefill_tokens),
     ("dspark_drafts_total", "Draft tokens", {"state": "proposed"}, lambda totals: totals.num_drafts_proposed),
     ("dspark_drafts_total", "Draft tokens", {"state": "verified"}, lambda totals: totals.num_drafts_verified),
     ("dspark_drafts_total", "Draft tokens", {"state": "accepted"}, lambda totals: totals.num_drafts_accepted),
+    (
+        "dspark_drafts_total",
+        "Draft tokens",
+        {"state": "pruned"},
+        lambda totals: totals.num_drafts_proposed - totals.num_drafts_verified,
+    ),
+    (
+        "dspark_steps_without_drafts_total",
+        "Steps in which requests decoded and none drafted",
+        {},
+        lambda totals: totals.num_steps_not_drafting,
+    ),
+    (
+        "dspark_request_steps_without_drafts_total",
+        "Requests that decoded in a step without drafting, summed over steps",
+        {},
+        lambda totals: totals.num_requests_not_drafting,
+    ),
 )
+_HISTOGRAMS = {
+    "dspark_step_seconds": ("Time of a step of the decoding loop", _STEP_S),
+    "dspark_batch_tokens": ("Packed tokens of a step: prompts, anchors and drafts", _TOKENS),
+    "dspark_verify_len": ("Mean number of drafts verified for a request in a step", _LENGTHS),
+    "dspark_queue_seconds": ("Time from arrival to a slot", _LATENCY_S),
+    "dspark_time_to_first_token_seconds": ("Time from arrival to the first token", _LATENCY_S),
+    "dspark_time_per_output_token_seconds": ("Mean time between two tokens of a request", _LATENCY_S),
+    "dspark_longest_gap_seconds": ("Longest time between two responses of a request", _LATENCY_S),
+    "dspark_request_seconds": ("Time from arrival to the last token", _LATENCY_S),
+    "dspark_prompt_tokens": ("Tokens of a prompt", _TOKENS),
+    "dspark_output_tokens": ("Tokens of an answer", _TOKENS),
+    "dspark_accepted_len": ("Mean tokens that a verification step gave to a request", _LENGTHS),
+}
+_GAUGES = {
+    "dspark_requests_running": "Requests that have a slot",
+    "dspark_requests_waiting": "Requests that wait for a slot",
+    "dspark_slots": "Requests that can be decoded at once",
+    "dspark_kv_used_ratio": "Share of the KV positions that hold tokens",
+    "dspark_step_table_age_seconds": "Age of the measurement that the scheduler prices steps with",
+}
 
 
 class ServingMetrics:
-    """The metrics of one engine model."""
+    """The metrics of one engine model; the `Observer` of its worker."""
 
-    def __init__(self, metric_family: Any, model_name: str) -> None:
+    def __init__(
+        self,
+        metric_family: Any,
+        model_name: str,
+        *,
+        max_slots: int,
+        max_seq_len: int,
+        gamma: int,
+        table_made_at: datetime | None = None,
+    ) -> None:
         """`metric_family` has the interface of `triton_python_backend_utils.MetricFamily`."""
         self._families: dict[str, Any] = {}  # a metric lives as long as its family
 
@@ -37,31 +105,143 @@ class ServingMetrics:
                 self._families[name] = metric_family(name=name, description=description, kind=kind)
             return self._families[name].Metric(labels={"model": model_name, **labels}, **options)
 
-        counter, gauge, histogram = metric_family.COUNTER, metric_family.GAUGE, metric_family.HISTOGRAM
-        self._counters = [
-            (metric(name, description, counter, labels), read) for name, description, labels, read in _COUNTERS
-        ] + [
-            (
-                metric("dspark_finished_total", "Finished requests by reason", counter, {"reason": reason}),
-                lambda totals, reason=reason: totals.num_finished[reason],
+        def counter(name: str, description: str, **labels: str) -> Any:
+            return metric(name, description, metric_family.COUNTER, labels)
+
+        self._counters = [(counter(name, text, **labels), read) for name, text, labels, read in _COUNTERS]
+        self._outcomes = {
+            outcome: counter("dspark_requests_total", "Requests that ended, by outcome", outcome=outcome)
+            for outcome in OUTCOMES
+        }
+        self._per_position = {
+            state: [
+                counter(
+                    "dspark_drafts_per_position_total",
+                    "Drafts of finished requests by their position in the block",
+                    state=state,
+                    position=str(position),
+                )
+                for position in range(1, gamma + 1)
+            ]
+            for state in ("verified", "accepted")
+        }
+        self._step_parts = {
+            part: counter("dspark_step_part_seconds_total", "Time of steps by what it was spent on", part=part)
+            for part in ("ingest", "draft", "verify", "host")
+        }
+        self._priced = {
+            kind: counter(
+                "dspark_step_price_seconds_total",
+                "Time of the steps that were priced: as the step table and its corrections say, and as measured",
+                kind=kind,
             )
-            for reason in _FINISH_REASONS
-        ]
-        self._running = metric("dspark_requests", "Requests in the loop", gauge, {"state": "active"})
-        self._queued = metric("dspark_requests", "Requests in the loop", gauge, {"state": "waiting"})
-        self._step_ms = metric("dspark_step_ms", "Milliseconds of a step", histogram, {}, buckets=_STEP_MS_BUCKETS)
+            for kind in ("predicted", "measured")
+        }
+        self._undrafted_requests = counter(
+            "dspark_requests_without_drafts_total", "Requests that ended without one verified draft"
+        )
+        self._histograms = {
+            name: metric(name, text, metric_family.HISTOGRAM, {}, buckets=buckets)
+            for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._gauges = {name: metric(name, text, metric_family.GAUGE, {}) for name, text in _GAUGES.items()}
+        self._gauges["dspark_slots"].set(max_slots)
+        self._num_positions = max_slots * max_seq_len
+        self._table_made_at = table_made_at
         self._loop: DecodingLoop | None = None
         self._known = [0.0] * len(self._counters)  # values of the loop's totals that were added
+        self._pending: dict[int, tuple[Any, float]] = {}  # counters and what is to be added, by identity
+        self._next_update = 0.0
+        self._live: dict[str, Ticket] = {}
 
-    def after_step(self, loop: DecodingLoop) -> None:
-        """Add what the last step changed. A new loop starts its totals at 0."""
+    def after_step(self, loop: DecodingLoop, num_waiting: int, has_ended: bool) -> None:
+        """Add what the last step changed. A new loop starts its totals at 0. `has_ended`: a request did with it."""
         if loop is not self._loop:
             self._loop, self._known = loop, [0.0] * len(self._counters)
+        self._observe_step(loop.last_step)
+        now = time.monotonic()
+        if not has_ended and now < self._next_update:
+            return
+        self._next_update = now + _UPDATE_INTERVAL_S
         for index, (metric, read) in enumerate(self._counters):
-            value = read(loop.totals)
-            if value != self._known[index]:
-                metric.increment(value - self._known[index])
-                self._known[index] = value
-        self._running.set(loop.num_running)
-        self._queued.set(loop.num_queued)
-        self._step_ms.observe(loop.last_step.total_ms)
+            total = read(loop.totals)
+            if total != self._known[index]:
+                metric.increment(total - self._known[index])
+                self._known[index] = total
+        for metric, seconds in self._pending.values():
+            metric.increment(seconds)
+        self._pending.clear()
+        self._gauges["dspark_requests_running"].set(loop.num_running)
+        self._gauges["dspark_requests_waiting"].set(loop.num_queued + num_waiting)
+        self._gauges["dspark_kv_used_ratio"].set(self._kv_used())
+        if self._table_made_at is not None:
+            age = datetime.now(self._table_made_at.tzinfo) - self._table_made_at
+            self._gauges["dspark_step_table_age_seconds"].set(age.total_seconds())
+
+    def admitted(self, ticket: Ticket, now: float) -> None:
+        self._live[ticket.request_id] = ticket
+        self._histograms["dspark_queue_seconds"].observe(now - ticket.arrived_at)
+
+    def ended(self, ticket: Ticket, emission: Emission | None, now: float) -> None:
+        """A request has no further answer. What it took is observed where it ran to its end."""
+        self._live.pop(ticket.request_id, None)
+        outcome = _OUTCOMES[ticket.ending[0]] if ticket.ending else (emission and emission.finish_reason) or "error"
+        self._outcomes[outcome].increment(1)
+        if emission is None or emission.statistics is None:
+            return
+        statistics = emission.statistics
+        for state, per_position in (
+            ("verified", statistics.verified_per_position),
+            ("accepted", statistics.accepted_per_position),
+        ):
+            for metric, num_drafts in zip(self._per_position[state], per_position, strict=False):
+                if num_drafts:
+                    metric.increment(num_drafts)
+        if not statistics.num_drafts_verified and statistics.num_steps:
+            self._undrafted_requests.increment(1)
+        if ticket.ending is None:
+            for name, value in _of_request(ticket, statistics, now):
+                self._histograms[name].observe(value)
+
+    def _observe_step(self, record: StepRecord) -> None:
+        if not record.batch_tokens:  # nothing to do, or it failed before the engine was asked
+            return
+        self._histograms["dspark_step_seconds"].observe(record.total_ms / 1e3)
+        self._histograms["dspark_batch_tokens"].observe(record.batch_tokens)
+        for part, milliseconds in (
+            ("ingest", record.ingest_ms),
+            ("draft", record.draft_ms),
+            ("verify", record.verify_ms),
+            ("host", record.outside_ms),
+        ):
+            self._later(self._step_parts[part], milliseconds / 1e3)
+        if not record.num_requests:
+            return
+        self._histograms["dspark_verify_len"].observe(record.num_drafts_verified / record.num_requests)
+        if record.expected_ms:
+            self._later(self._priced["predicted"], record.expected_ms / 1e3)
+            self._later(self._priced["measured"], record.total_ms / 1e3)
+
+    def _later(self, metric: Any, value: float) -> None:
+        if value > 0:
+            _, known = self._pending.get(id(metric), (metric, 0.0))
+            self._pending[id(metric)] = (metric, known + value)
+
+    def _kv_used(self) -> float:
+        used = sum(len(ticket.request.generation.prompt_ids) + ticket.num_tokens for ticket in self._live.values())
+        return min(used / self._num_positions, 1.0)
+
+
+def _of_request(ticket: Ticket, statistics: RequestStatistics, now: float) -> Iterator[tuple[str, float]]:
+    yield "dspark_request_seconds", now - ticket.arrived_at
+    yield "dspark_prompt_tokens", statistics.num_prompt_tokens
+    yield "dspark_output_tokens", statistics.num_generated_tokens
+    if statistics.num_steps:
+        yield "dspark_accepted_len", statistics.accepted_len
+    if ticket.first_token_at is None:
+        return
+    yield "dspark_time_to_first_token_seconds", ticket.first_token_at - ticket.arrived_at
+    if statistics.num_generated_tokens > 1:
+        span = ticket.last_token_at - ticket.first_token_at
+        yield "dspark_time_per_output_token_seconds", span / (statistics.num_generated_tokens - 1)
+        yield "dspark_longest_gap_seconds", ticket.longest_gap_s

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.triton, pytest.mark.demo]
 
 PROMPT = "Count: one two three"
 LONG = 3000  # tokens: minutes of work, unless the request is ended
-CANCELLED = 'dspark_finished_total{model="dspark",reason="cancelled"}'
-ACTIVE = 'dspark_requests{model="dspark",state="active"}'
+CANCELLED = 'dspark_requests_total{model="dspark",outcome="cancelled"}'
+RUNNING = 'dspark_requests_running{model="dspark"}'
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_stop_request_ends_the_request_of_that_id(server: TritonServer) -> None:
 
 
 @pytest.mark.parametrize("model", ["ensemble", "dspark"])
-def test_client_that_walks_away_frees_its_row(server: TritonServer, model: str) -> None:
+def test_client_that_walks_away_frees_its_slot(server: TritonServer, model: str) -> None:
     """Triton does not tell the running step of an ensemble; postprocessing does."""
     before = metrics(server.metrics_url)[CANCELLED]
     with stream(server.grpc_address) as opened:
@@ -86,8 +86,8 @@ def test_client_that_walks_away_frees_its_row(server: TritonServer, model: str) 
     while metrics(server.metrics_url)[CANCELLED] == before:
         assert time.monotonic() < deadline, "the request goes on without its client"
         time.sleep(0.1)
-    while metrics(server.metrics_url)[ACTIVE] != 0:
-        assert time.monotonic() < deadline, "the request keeps its row"
+    while metrics(server.metrics_url)[RUNNING] != 0:
+        assert time.monotonic() < deadline, "the request keeps its slot"
         time.sleep(0.1)
 
 
@@ -99,9 +99,9 @@ def test_metrics_count_what_was_generated(server: TritonServer) -> None:
     after = metrics(server.metrics_url)
     assert after[tokens] - before[tokens] == answer["num_output_tokens"] == 20
     assert after[verified] - before[verified] == answer["total_draft_tokens"]
-    steps = after['dspark_steps_total{model="dspark"}'] - before['dspark_steps_total{model="dspark"}']
-    assert steps == after['dspark_step_ms_count{model="dspark"}'] - before['dspark_step_ms_count{model="dspark"}']
-    assert steps >= answer["num_steps"]
+    names = ('dspark_steps_total{model="dspark"}', 'dspark_step_seconds_count{model="dspark"}')
+    num_steps, num_observed = (after[name] - before[name] for name in names)
+    assert num_steps == num_observed >= answer["num_steps"]
 
 
 def test_error_of_one_request_leaves_the_stream_usable(server: TritonServer) -> None:

@@ -66,19 +66,49 @@ def test_a_build_opened_through_a_symlink_is_found(build_dir: Path, tmp_path: Pa
     assert build_directory_of(arguments) == build_dir
 
 
-def test_overlay_changes_the_scheduler_alone_and_nothing_in_the_build(build_dir: Path, tmp_path: Path) -> None:
-    before = contents(build_dir)
+def overlaid(build_dir: Path, tmp_path: Path, **options: str) -> Path:
     overlay = tmp_path / "overlay"
     overlay.mkdir()
-    overlay_model_repo(build_dir, overlay, scheduler="off")
-    (overlay / "dspark" / "1" / "__pycache__").mkdir()  # as Python does where a model is loaded from
+    overlay_model_repo(build_dir, overlay, **options)
+    return overlay
+
+
+def test_overlay_changes_how_it_is_served_and_nothing_in_the_build(build_dir: Path, tmp_path: Path) -> None:
+    before = contents(build_dir)
+    overlay = overlaid(build_dir, tmp_path, scheduler="off", admission='{"max_queue_s": 3}')
     assert contents(build_dir) == before
-    assert not list(build_dir.rglob("__pycache__"))
     arguments = triton_arguments(overlay / "dspark")
     assert model_parameters(arguments)["scheduler"] == "off"
+    assert json.loads(model_parameters(arguments)["admission"]) == {"max_queue_s": 3}
     assert build_directory_of(arguments) == build_dir
-    for name in ("ensemble", "preprocessing", "postprocessing"):
+    for name in ("ensemble", "postprocessing"):
         assert contents(overlay / name) == contents(build_dir / "triton_model_repo" / name)
+
+
+def test_overlay_keeps_the_scheduler_and_the_name_that_the_build_gave(tmp_path: Path) -> None:
+    repository = tmp_path / "build" / "triton_model_repo"
+    write_model_repo(tmp_path / "build", repository, engine_model_name="tensorrt_llm", scheduler="fixed:2")
+    overlay = overlaid(tmp_path / "build", tmp_path)
+    assert model_parameters(triton_arguments(overlay / "tensorrt_llm"))["scheduler"] == "fixed:2"
+
+
+def test_nothing_that_somebody_put_into_a_builds_repository_is_served(build_dir: Path, tmp_path: Path) -> None:
+    """A build is data where it can be: models, code and backends come from this package."""
+    repository = build_dir / "triton_model_repo"
+    shutil.copytree(repository / "postprocessing", repository / "evil")
+    (repository / "preprocessing" / "1" / "model.py").write_text("import os; os.abort()\n")
+    (repository / "dspark" / "1" / "tokenizers.py").write_text("raise SystemExit\n")
+    config = repository / "dspark" / "config.pbtxt"
+    config.write_text(
+        config.read_text() + 'parameters { key: "EXECUTION_ENV_PATH" value: { string_value: "/evil" } }\n'
+    )
+    overlay = overlaid(build_dir, tmp_path)
+    assert {path.name for path in overlay.iterdir()} == {"ensemble", "preprocessing", "dspark", "postprocessing"}
+    served = "".join(contents(overlay).values())
+    assert "abort" not in served
+    assert "/evil" not in served
+    assert not list(overlay.rglob("tokenizers.py"))
+    assert not any(path.is_symlink() for path in overlay.rglob("*"))
 
 
 def test_a_folder_without_a_repository_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from dspark_trt.packaging.pbtxt import Tensor, set_parameter
+from dspark_trt.packaging.pbtxt import Tensor, read_parameter
 from dspark_trt.packaging.signature import ENSEMBLE, POSTPROCESSING, PREPROCESSING, model_configs
 
 NAMES = ("ensemble", "preprocessing", "dspark", "postprocessing")
@@ -37,14 +37,15 @@ def test_every_tensor_survives_the_way_through_tritons_protobuf() -> None:
             ] == list(tensors)
 
 
-def test_only_the_engine_model_is_decoupled_and_every_model_has_one_instance(
+def test_what_keeps_order_has_one_instance_and_what_may_answer_nothing_is_decoupled(
     configs: dict[str, model_config_pb2.ModelConfig],
 ) -> None:
     assert tuple(configs) == NAMES
-    assert [name for name in NAMES if configs[name].model_transaction_policy.decoupled] == ["dspark"]
+    assert [name for name in NAMES if configs[name].model_transaction_policy.decoupled] == ["dspark", "postprocessing"]
     for name in NAMES[1:]:
         assert configs[name].backend == "python"
-        assert [group.count for group in configs[name].instance_group] == [1], "two instances answer out of order"
+        num_instances = [group.count for group in configs[name].instance_group]
+        assert num_instances == [2 if name == PREPROCESSING else 1], "two instances answer out of order"
         assert not configs[name].HasField("dynamic_batching"), "a batcher hides cancellation from postprocessing"
     assert configs[ENSEMBLE].platform == "ensemble"
 
@@ -107,10 +108,9 @@ def test_engine_model_takes_tensorrt_llms_name() -> None:
     assert configs["tensorrt_llm"].parameters["scheduler"].string_value == "off"
 
 
-def test_set_parameter_changes_that_parameter_and_nothing_else() -> None:
-    engine = model_configs("dspark", build_directory="../..", scheduler="early_stop")[2].text()
-    changed = set_parameter(engine, "scheduler", 'a "quoted" \\ value')
-    assert parse(changed).parameters["scheduler"].string_value == 'a "quoted" \\ value'
-    assert set_parameter(changed, "scheduler", "early_stop") == engine
+def test_read_parameter_gives_back_what_was_written() -> None:
+    scheduler = 'a "quoted" \\ value'
+    engine = model_configs("dspark", build_directory="../..", scheduler=scheduler)[2].text()
+    assert read_parameter(engine, "scheduler") == parse(engine).parameters["scheduler"].string_value == scheduler
     with pytest.raises(ValueError, match="'schedule'"):
-        set_parameter(engine, "schedule", "off")
+        read_parameter(engine, "schedule")

@@ -124,3 +124,39 @@ def test_before_min_tokens_a_stop_string_is_text() -> None:
 
 def test_a_stop_string_may_end_inside_a_multi_byte_text() -> None:
     assert "".join(feed(stream("😀"), "a😀b".encode())[0]) == "a"
+
+
+def test_run_of_invalid_bytes_streams_as_it_comes_and_decodes_no_more_than_a_window() -> None:
+    """sglang#34740: one answer of bytes that are no character made every later step slower, for everyone."""
+    longest = 0
+
+    def decode(token_ids: Sequence[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(token_ids))
+        return bytes(token_ids).decode(errors="replace")
+
+    detokenizer = Detokenizer(decode, [65])
+    texts = [detokenizer.push(0xFF) for _ in range(500)]
+    assert sum(map(len, texts)) == 497, "the last three may still become a character"
+    assert longest < 32
+    assert detokenizer.push(0xE4) + detokenizer.push(0xB8) + detokenizer.push(0xAD) == "\ufffd" * 3 + "中"
+    assert detokenizer.flush() == ""
+
+
+def test_long_text_of_any_script_is_the_text_of_all_its_bytes() -> None:
+    text = "Grüße, 東京 🦊🦊🦊 and e\u0301 " * 20
+    detokenizer = Detokenizer(bytes_decode, [])
+    assert "".join(detokenizer.push(byte) for byte in text.encode()) + detokenizer.flush() == text
+
+
+def test_stop_string_that_ended_within_protected_text_is_not_found_later() -> None:
+    """min_tokens protects "ab"; it is held back because it may begin "abc", and must not be searched again for "b"."""
+    stream = TextStream(bytes_decode, [], stop_strings=("abc", "b"), include_stop_string=False)
+    assert stream.push(ord("a"), may_stop=False) == ("", False)
+    assert stream.push(ord("b"), may_stop=False) == ("", False)
+    assert stream.push(ord("x"), may_stop=True) == ("abx", False)
+    assert stream.push(ord("b"), may_stop=True) == ("", True)
+    completed = TextStream(bytes_decode, [], stop_strings=("abc",), include_stop_string=False)
+    completed.push(ord("a"), may_stop=False)
+    completed.push(ord("b"), may_stop=False)
+    assert completed.push(ord("c"), may_stop=True) == ("", True), "completed by text that may stop"

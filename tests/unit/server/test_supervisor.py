@@ -18,9 +18,10 @@ import pytest
 
 from dspark_trt.engines.settings import EngineSettings
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, ManifestError, RecipeError
-from dspark_trt.packaging.model_repo import write_model_repo
+from dspark_trt.packaging.model_repo import DEFAULT_SCHEDULER, write_model_repo
 from dspark_trt.server import server_tree, tool_cache
-from dspark_trt.server.options import ServeOptions, with_ports
+from dspark_trt.server.options import RestartPolicy, ServeOptions, with_ports
+from dspark_trt.server.processes import end_leftovers
 from dspark_trt.server.serve import serve
 from dspark_trt.server.server_tree import ServerTree
 from dspark_trt.server.supervisor import TritonServer
@@ -40,7 +41,7 @@ stub = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.
 child = subprocess.Popen([sys.executable, "-c", stub])
 Path({state!r}).write_text(json.dumps(dict(
     child=child.pid, prefix=prefix, repository=str(repository), path=os.environ["PATH"],
-    scheduler=(repository / "dspark" / "config.pbtxt").read_text())))
+    folder=os.getcwd(), scheduler=(repository / "dspark" / "config.pbtxt").read_text())))
 print("I1129 12:00:00 all is well\\n| table |\\nE1129 12:00:00 model.py: the reason", flush=True)
 if behaviour == "dies":
     sys.exit("error: creating server: Internal - failed to load all models")
@@ -62,6 +63,9 @@ class Handler(BaseHTTPRequestHandler):
 
 if behaviour == "never ready":
     time.sleep(600)
+if behaviour == "dies later":
+    import threading
+    threading.Timer(1.5, os._exit, (1,)).start()
 if behaviour == "stops late":
     signal.signal(signal.SIGINT, lambda *_: (time.sleep(1), os._exit(0)))
 HTTPServer((options["http-address"], int(options["http-port"])), Handler).serve_forever()
@@ -130,7 +134,7 @@ def test_leaving_the_block_ends_orphans_and_removes_shared_memory(
         assert len(ports - {0}) == 3
     assert_nothing_is_left(state)
     assert not Path(state["repository"]).exists()
-    assert "early_stop" in state["scheduler"]
+    assert DEFAULT_SCHEDULER in state["scheduler"]
     assert state["path"].split(os.pathsep)[0] == str(Path(sys.prefix) / "bin")
 
 
@@ -142,7 +146,7 @@ def test_another_scheduler_is_served_from_an_overlay_that_goes_away(
         state = read_state(state_file)
     assert 'key: "scheduler" value: { string_value: "fixed:3" }' in state["scheduler"]
     assert not Path(state["repository"]).exists()
-    assert "early_stop" in (build_dir / "triton_model_repo" / "dspark" / "config.pbtxt").read_text()
+    assert DEFAULT_SCHEDULER in (build_dir / "triton_model_repo" / "dspark" / "config.pbtxt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -260,3 +264,86 @@ def test_wheel_that_cannot_be_had_says_what_pip_said(tmp_path: Path) -> None:
         EnvironmentMissingError, match=r"cannot download nvidia-pytriton==0.0.0.*No matching distribution"
     ):
         tool_cache.download_wheel("nvidia-pytriton", "0.0.0", tmp_path)
+
+
+FAILING_SCRIPT = """\
+import sys
+from pathlib import Path
+from dspark_trt.errors import DSparkError
+from dspark_trt.server.options import RestartPolicy
+from dspark_trt.server.serve import ServeOptions, serve
+policy = RestartPolicy(max_restarts=2, first_pause_s=0.05, max_pause_s=0.1)
+try:
+    serve(Path(sys.argv[1]), ServeOptions(0, 0, 0, restarts=policy), on_event=lambda text: print(text, flush=True))
+except DSparkError as error:
+    print(f"error: {error}")
+    sys.exit(error.exit_code)
+"""
+
+
+def test_server_that_fails_again_and_again_is_given_up_loudly(
+    build_dir: Path, state_file: Path, put_on_path: Any
+) -> None:
+    put_on_path("dies later")
+    done = subprocess.run([sys.executable, "-c", FAILING_SCRIPT, build_dir], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    lines = done.stdout.splitlines()
+    assert [line.rsplit("(", 1)[1] for line in lines if "is started again" in line] == ["1 of 2)", "2 of 2)"]
+    assert lines[-1].startswith("error: the server failed 3 times and is given up; the last time: its process ended")
+    assert_nothing_is_left(read_state(state_file))
+
+
+def test_pause_before_a_restart_grows_to_a_limit() -> None:
+    pauses = [RestartPolicy(first_pause_s=0.25, max_pause_s=15.0).pause_s(number) for number in range(5)]
+    assert pauses == [0.25, 1.0, 4.0, 15.0, 15.0]
+
+
+def test_server_runs_in_an_empty_folder_of_its_own(
+    build_dir: Path,
+    options: ServeOptions,
+    state_file: Path,
+    put_on_path: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """S7: a json.py that lay in the folder where `serve` was started was imported by Triton's Python processes."""
+    (tmp_path / "json.py").write_text("raise SystemExit('planted')")
+    monkeypatch.chdir(tmp_path)
+    put_on_path("works")
+    with TritonServer(build_dir, options):
+        state = read_state(state_file)
+        folder = Path(state["folder"])
+        assert not list(folder.iterdir())
+        assert folder.parent.stat().st_mode & 0o077 == 0, "nobody else may put something there"
+    assert not folder.exists()
+
+
+def test_shared_memory_prefix_is_one_that_fixed_servers_let_no_client_register(
+    build_dir: Path, options: ServeOptions, state_file: Path, put_on_path: Any
+) -> None:
+    """S3."""
+    put_on_path("works")
+    with TritonServer(build_dir, options):
+        assert read_state(state_file)["prefix"].startswith("triton_python_backend_shm_region_")
+
+
+def test_leftovers_of_a_supervisor_that_is_gone_are_ended_and_those_of_others_stay() -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    namespace = os.stat("/proc/self/ns/pid").st_ino
+    dead, alive, foreign = (
+        f"triton_python_backend_shm_region_dspark_{inode}_{pid}_0badcafe_"
+        for inode, pid in ((namespace, gone.pid), (namespace, os.getpid()), (1, gone.pid))
+    )
+    orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", dead], start_new_session=True)
+    regions = [Path("/dev/shm", f"{prefix}region") for prefix in (dead, alive, foreign)]
+    try:
+        for region in regions:
+            region.write_text("")
+        end_leftovers()
+        assert orphan.wait(10) == -signal.SIGKILL
+        assert [region.exists() for region in regions] == [False, True, True]
+    finally:
+        orphan.kill()
+        for region in regions:
+            region.unlink(missing_ok=True)

@@ -12,7 +12,8 @@ from dspark_trt.packaging.signature import ENGINE_FIELDS, ENGINE_ONLY_INPUTS, EN
 from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.metrics import RequestStatistics
 from dspark_trt.runtime.request import SamplingParams
-from dspark_trt.serving.adapter import EngineRequest, ResponseWriter, read_request, read_stop
+from dspark_trt.serving.adapter import EngineRequest, read_request, read_stop
+from dspark_trt.serving.responses import ResponseWriter
 from tests.support.toy_engines import letters
 
 PROMPT = {"input_ids": np.array([[3, 4, 5]], np.int32), "input_lengths": np.array([[3]], np.int32)}
@@ -165,7 +166,7 @@ EMISSIONS = (
 
 
 def responses(request: EngineRequest) -> list[dict[str, np.ndarray]]:
-    writer = ResponseWriter(request, letters)
+    writer = ResponseWriter(request, letters, [tensor.name for tensor in ENGINE_OUTPUTS])
     return [dict(tensors) for tensors in map(writer.write, EMISSIONS) if tensors is not None]
 
 

@@ -11,7 +11,10 @@ from dspark_trt.contract.scheduler import SchedulerConfig, parse_scheduler
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
+from dspark_trt.serving.adapter import EngineRequest
+from dspark_trt.serving.failures import Failure
 from dspark_trt.serving.metrics import ServingMetrics
+from dspark_trt.serving.ticket import Ticket
 from tests.support.toy_engines import ToyDrafter, ToyLanguage, ToyTarget, make_loop
 
 LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=64)
@@ -30,7 +33,7 @@ class MetricFamily:
 
     def Metric(self, *, labels: dict[str, str], buckets: list[float] | None = None) -> Any:
         assert (buckets is not None) == (self.kind == self.HISTOGRAM)
-        key = (self.name, labels.get("state") or labels.get("reason") or "")
+        key = (self.name, " ".join(value for label, value in labels.items() if label != "model"))
         assert labels["model"] == "dspark"
         VALUES[key] = 0.0
         return Metric(key, self.kind)
@@ -51,7 +54,7 @@ class Metric:
 
     def observe(self, value: float) -> None:
         assert self._kind == MetricFamily.HISTOGRAM
-        assert value > 0
+        assert value >= 0
         VALUES[self._key] += 1
 
 
@@ -66,31 +69,89 @@ def request(request_id: str, num_tokens: int) -> GenerationRequest:
     )
 
 
-def test_metrics_are_the_loops_own_counts_and_go_on_with_a_new_loop() -> None:
+def new_metrics() -> ServingMetrics:
     VALUES.clear()
-    metrics = ServingMetrics(MetricFamily, "dspark")
+    return ServingMetrics(MetricFamily, "dspark", max_slots=LIMITS.max_slots, max_seq_len=LIMITS.max_seq_len, gamma=5)
+
+
+def test_metrics_are_the_loops_own_counts_and_go_on_with_a_new_loop() -> None:
+    metrics = new_metrics()
     totals = []
     for _ in range(2):
         loop = new_loop()
         for index in range(6):
             loop.submit(request(str(index), 5 + index))
         loop.step()
-        metrics.after_step(loop)
-        assert VALUES["dspark_requests", "active"] == LIMITS.max_slots
-        assert VALUES["dspark_requests", "waiting"] == 2
+        metrics.after_step(loop, 3, True)
+        assert VALUES["dspark_requests_running", ""] == VALUES["dspark_slots", ""] == LIMITS.max_slots
+        assert VALUES["dspark_requests_waiting", ""] == 2 + 3
         while loop.has_work:
-            loop.step()
-            metrics.after_step(loop)
+            emissions = loop.step()
+            metrics.after_step(loop, 0, any(emission.finish_reason for emission in emissions))
         totals.append(loop.totals)
     assert VALUES["dspark_tokens_total", ""] == sum(total.num_tokens_emitted for total in totals) == 2 * 45
     assert VALUES["dspark_prefill_tokens_total", ""] == 2 * 6 * 3
-    assert VALUES["dspark_steps_total", ""] == sum(total.num_steps for total in totals) == VALUES["dspark_step_ms", ""]
-    assert VALUES["dspark_finished_total", "length"] == 12
-    assert VALUES["dspark_finished_total", "error"] == 0
+    num_steps = sum(total.num_steps for total in totals)
+    assert VALUES["dspark_steps_total", ""] == num_steps == VALUES["dspark_step_seconds", ""]
     for state in ("proposed", "verified", "accepted"):
         expected = sum(getattr(total, f"num_drafts_{state}") for total in totals)
         assert VALUES["dspark_drafts_total", state] == expected > 0
-    assert VALUES["dspark_requests", "active"] == VALUES["dspark_requests", "waiting"] == 0
+    pruned = VALUES["dspark_drafts_total", "proposed"] - VALUES["dspark_drafts_total", "verified"]
+    assert VALUES["dspark_drafts_total", "pruned"] == pruned
+    assert VALUES["dspark_requests_running", ""] == VALUES["dspark_requests_waiting", ""] == 0
+
+
+def test_step_without_work_is_not_counted() -> None:
+    metrics, loop = new_metrics(), new_loop()
+    loop.step()
+    metrics.after_step(loop, 0, False)
+    assert VALUES["dspark_steps_total", ""] == VALUES["dspark_step_seconds", ""] == 0
+
+
+def ticket_of(loop: DecodingLoop, arrived_at: float) -> Ticket:
+    generation = request("1", 9)
+    engine_request = EngineRequest(generation, 1, "", is_streaming=True, echoes_prompt=False)
+    loop.submit(generation)
+    return Ticket(engine_request, None, None, arrived_at=arrived_at, ends_at=arrived_at + 60)  # type: ignore[arg-type]
+
+
+def test_request_is_observed_once_at_its_end_with_the_outcome_that_it_had() -> None:
+    metrics, loop = new_metrics(), new_loop()
+    ticket = ticket_of(loop, arrived_at=100.0)
+    metrics.admitted(ticket, 101.0)
+    now = 101.0
+    while loop.has_work:
+        now += 0.5
+        for emission in loop.step():
+            ticket.note_tokens(len(emission.token_ids), now)
+            if emission.finish_reason:
+                metrics.ended(ticket, emission, now)
+        metrics.after_step(loop, 0, True)
+    assert VALUES["dspark_requests_total", "length"] == 1
+    for name in ("request", "time_to_first_token", "time_per_output_token", "longest_gap", "queue"):
+        assert VALUES[f"dspark_{name}_seconds", ""] == 1, name
+    assert VALUES["dspark_drafts_per_position_total", "verified 1"] > 0
+    assert VALUES["dspark_drafts_per_position_total", "verified 4"] == 0, "fixed:3"
+    assert VALUES["dspark_kv_used_ratio", ""] == 0
+
+
+@pytest.mark.parametrize(
+    ("failure", "outcome"),
+    [
+        (Failure.INVALID_ARG, "invalid"),
+        (Failure.UNAVAILABLE, "refused"),
+        (Failure.CANCELLED, "cancelled"),
+        (Failure.TIMEOUT, "timeout"),
+        (Failure.INTERNAL, "error"),
+    ],
+)
+def test_request_that_never_ran_is_counted_by_why(failure: Failure, outcome: str) -> None:
+    metrics = new_metrics()
+    ticket = ticket_of(new_loop(), arrived_at=1.0)
+    ticket.end_with(failure, "why")
+    metrics.ended(ticket, None, 2.0)
+    assert VALUES["dspark_requests_total", outcome] == 1
+    assert VALUES["dspark_request_seconds", ""] == 0, "what did not run has no time"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from queue import SimpleQueue
@@ -14,10 +15,14 @@ import pytest
 
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.packaging.signature import ENGINE_OUTPUTS
+from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
-from dspark_trt.serving.adapter import EngineRequest, ResponseWriter, StopCommand
+from dspark_trt.serving.adapter import EngineRequest, StopCommand
 from dspark_trt.serving.failures import Failure
+from dspark_trt.serving.limits import AdmissionLimits, retry_after_s
+from dspark_trt.serving.responses import ResponseWriter
 from dspark_trt.serving.worker import Ticket, Worker
 from tests.support.toy_engines import ToyDrafter, ToyLanguage, ToyTarget, letters, make_loop, run
 
@@ -71,15 +76,22 @@ class Client:
                 return first, second
 
 
-def request(handle: int, num_tokens: int, *, is_streaming: bool = True, client_id: str = "") -> EngineRequest:
+OUTPUTS = [tensor.name for tensor in ENGINE_OUTPUTS]
+
+
+def request(
+    handle: int, num_tokens: int, *, is_streaming: bool = True, client_id: str = "", **more: Any
+) -> EngineRequest:
     generation = GenerationRequest(
         request_id=str(handle), prompt_ids=(1, 2, handle % 23), sampling=SamplingParams(max_tokens=num_tokens)
     )
-    return EngineRequest(generation, handle, client_id, is_streaming, echoes_prompt=False)
+    return EngineRequest(generation, handle, client_id, is_streaming, echoes_prompt=False, **more)
 
 
 def ticket(engine_request: EngineRequest, client: Client) -> Ticket:
-    return Ticket(engine_request, ResponseWriter(engine_request, letters), client)
+    now = time.monotonic()
+    writer = ResponseWriter(engine_request, letters, OUTPUTS)
+    return Ticket(engine_request, writer, client, arrived_at=now, ends_at=now + (engine_request.timeout_s or 600.0))
 
 
 @dataclass
@@ -91,6 +103,25 @@ class Setting:
     before_step: Callable[[], None] = lambda: None
     loops: list[DecodingLoop] = field(default_factory=list)
     steps: SimpleQueue[int] = field(default_factory=SimpleQueue)
+    exit_codes: SimpleQueue[int] = field(default_factory=SimpleQueue)
+    admitted_ids: list[str] = field(default_factory=list)
+
+    def after_step(self, loop: DecodingLoop, num_waiting: int, has_ended: bool) -> None:
+        self.steps.put(loop.num_running)
+
+    def admitted(self, ticket: Ticket, now: float) -> None:
+        self.admitted_ids.append(ticket.request_id)
+
+    def ended(self, ticket: Ticket, emission: Emission | None, now: float) -> None: ...
+
+    def make_worker(self, **limits: Any) -> Worker:
+        return Worker(
+            self.make_loop,
+            max_slots=LIMITS.max_slots,
+            limits=AdmissionLimits(**limits),
+            observer=self,
+            end_process=self.exit_codes.put,
+        )
 
     def make_loop(self) -> DecodingLoop:
         loop = make_loop(self.target, self.drafter, SchedulerConfig("fixed"))
@@ -112,7 +143,7 @@ def setting() -> Setting:
 
 @pytest.fixture
 def worker(setting: Setting) -> Iterator[Worker]:
-    worker = Worker(setting.make_loop, lambda loop: setting.steps.put(loop.num_running))
+    worker = setting.make_worker()
     yield worker
     worker.close()
 
@@ -204,9 +235,138 @@ def test_defect_in_the_loop_reaches_clients_as_an_id_only(
 
 
 def test_close_ends_what_still_runs_and_both_threads(setting: Setting) -> None:
-    worker = Worker(setting.make_loop, lambda loop: None)
+    worker = setting.make_worker()
     client = submit(worker, request(1, LONG))
     client.next()
     worker.close()
     assert client.read_failure()[0] is Failure.UNAVAILABLE
     assert not any(thread.is_alive() for thread in worker._threads)
+
+
+def test_id_of_several_requests_ends_none_and_a_handle_the_one_that_it_names(worker: Worker) -> None:
+    """Ids are the clients' own, and "1" is a common one."""
+    clients = [submit(worker, request(handle, LONG, client_id="1")) for handle in (1, 2)]
+    for client in clients:
+        client.next()
+    refusals: SimpleQueue[str | None] = SimpleQueue()
+    worker.stop(StopCommand(None, "1", refusals.put))
+    assert "2 requests have this request id, and none was ended" in (refusals.get(timeout=WAIT_S) or "")
+    worker.stop(StopCommand(2, "", refusals.put))
+    assert refusals.get(timeout=WAIT_S) is None
+    assert clients[1].read_failure()[0] is Failure.CANCELLED
+    clients[0].next()
+
+
+def fill(worker: Worker) -> list[Client]:
+    """Every slot is taken."""
+    clients = [submit(worker, request(100 + index, LONG)) for index in range(LIMITS.max_slots)]
+    for client in clients:
+        client.next()
+    return clients
+
+
+def test_request_that_is_cancelled_while_it_waits_never_gets_a_slot(worker: Worker, setting: Setting) -> None:
+    fill(worker)
+    by_command, by_leaving = submit(worker, request(1, 5)), submit(worker, request(2, 5))
+    worker.stop(StopCommand(1, ""))
+    by_leaving.has_left = True
+    assert by_command.read_failure()[0] is by_leaving.read_failure()[0] is Failure.CANCELLED
+    assert not {"1", "2"} & set(setting.admitted_ids)
+
+
+def test_ping_finds_the_client_of_an_ensemble_gone_while_it_waits_for_its_one_response(worker: Worker) -> None:
+    client = submit(worker, request(1, LONG, is_streaming=False, is_in_ensemble=True))
+    tensors, is_last = client.next()
+    assert tensors["handle"].item() == -1
+    assert not is_last
+    worker.stop(StopCommand(1, ""))
+    while not isinstance(failure := client.next()[0], Failure):
+        pass
+    assert failure is Failure.CANCELLED
+
+
+def test_full_queue_refuses_at_once_and_says_when_to_come_again(setting: Setting) -> None:
+    worker = setting.make_worker(max_queued_requests=2)
+    fill(worker)
+    waiting = [submit(worker, request(handle, 5)) for handle in (1, 2)]
+    failure, message = submit(worker, request(3, 5)).read_failure()
+    assert failure is Failure.UNAVAILABLE
+    assert retry_after_s(message) is not None
+    urgent = submit(worker, request(4, 5, priority=-1))
+    assert waiting[1].read_failure()[0] is Failure.UNAVAILABLE, "the least urgent makes room"
+    for handle in range(100, 100 + LIMITS.max_slots):
+        worker.stop(StopCommand(handle, ""))
+    assert len(urgent.read_all()) == len(waiting[0].read_all()) == 5
+    assert setting.admitted_ids[-2:] == ["4", "1"], "the most urgent first"
+    worker.close()
+
+
+def test_request_that_waits_too_long_is_refused(setting: Setting) -> None:
+    worker = setting.make_worker(max_queue_s=0.2)
+    fill(worker)
+    failure, message = submit(worker, request(1, 5)).read_failure()
+    assert failure is Failure.UNAVAILABLE
+    assert message.startswith("the server is busy: no slot became free within 0.2 s; retry after")
+    worker.close()
+
+
+def test_time_of_a_request_ends_it_where_it_runs_and_where_it_waits(worker: Worker) -> None:
+    running = submit(worker, request(1, LONG, timeout_s=0.3))
+    fill_rest = [submit(worker, request(100 + index, LONG)) for index in range(LIMITS.max_slots - 1)]
+    waiting = submit(worker, request(2, LONG, timeout_s=0.2))
+    for client in (waiting, running):
+        failure, message = client.read_failure()
+        assert failure is Failure.TIMEOUT
+        assert message.startswith("timeout_ms: ")
+    assert len(fill_rest[0].next()) == 2
+
+
+def test_drain_ends_what_still_runs_when_its_time_is_over(worker: Worker) -> None:
+    short, long = submit(worker, request(1, 8)), submit(worker, request(2, LONG))
+    long.next()
+    worker.drain(0.3)
+    assert worker.is_draining
+    assert len(short.read_all()) == 8
+    failure, message = long.read_failure()
+    assert failure is Failure.UNAVAILABLE
+    assert "the server is stopping" in message
+
+
+def test_probe_is_answered_without_a_slot_and_without_tokens(worker: Worker, setting: Setting) -> None:
+    fill(worker)
+    assert submit(worker, request(1, 1, is_probe=True)).read_all() == []
+    assert "1" not in setting.admitted_ids
+
+
+class PanicException(BaseException):
+    """What a panic of native code is to Python: no Exception."""
+
+
+def test_panic_in_a_step_tells_every_client_and_ends_the_process(worker: Worker, setting: Setting) -> None:
+    clients = fill(worker)
+    waiting = submit(worker, request(1, 5))
+
+    def panic() -> None:
+        raise PanicException("/secret/path")
+
+    setting.before_step = panic
+    for client in (*clients, waiting):
+        failure, message = client.read_failure()
+        assert failure is Failure.INTERNAL
+        assert "secret" not in message
+        assert "PanicException" not in message
+    assert setting.exit_codes.get(timeout=WAIT_S) != 0
+
+
+def test_response_that_cannot_be_sent_ends_its_request_with_an_error_and_frees_its_slot(
+    worker: Worker, setting: Setting
+) -> None:
+    """A token that is lost without a word would be worse than an end."""
+    client = submit(worker, request(1, LONG))
+    client.next()
+    client.send_error = RuntimeError("/secret/path: broken pipe")
+    failure, message = client.read_failure()
+    assert failure is Failure.INTERNAL
+    assert "secret" not in message
+    while setting.steps.get(timeout=WAIT_S) != 0:
+        pass

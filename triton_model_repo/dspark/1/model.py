@@ -5,30 +5,36 @@ exactly one; a request with `stop` gets an empty one. The last response is marke
 """
 
 import json
+from pathlib import Path
 
 import triton_python_backend_utils as pb
 
 from dspark_trt.log import attach
 from dspark_trt.packaging.model_repo import build_directory_of, model_parameters
 from dspark_trt.serving.engine_model import EngineModel
+from dspark_trt.serving.limits import AdmissionLimits
 from dspark_trt.serving.triton_log import TritonLogHandler
 
 
 class TritonPythonModel:
     def initialize(self, args):
         attach(TritonLogHandler(pb.Logger))
+        parameters = model_parameters(args)
         self._model = EngineModel(
             build_directory_of(args),
-            scheduler=model_parameters(args)["scheduler"],
+            scheduler=parameters["scheduler"],
+            limits=AdmissionLimits(**json.loads(parameters["admission"])),
             metric_family=pb.MetricFamily,
             model_name=args["model_name"],
+            control_socket=Path(parameters["control_socket"]) if parameters["control_socket"] else None,
         )
 
     def execute(self, requests):
         for request in requests:
+            reply = _Reply(request.get_response_sender())
             tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
             parameters = json.loads(request.parameters() or "{}")
-            self._model.accept(tensors, parameters, request.request_id(), _Reply(request.get_response_sender()))
+            self._model.accept(tensors, parameters, request.requested_output_names(), request.request_id(), reply)
 
     def finalize(self):
         self._model.close()
@@ -47,7 +53,7 @@ class _Reply:
         self._sender.send(response, flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_last else 0)
 
     def fail(self, failure, message):
-        error = pb.TritonError(message, getattr(pb.TritonError, failure.name))
+        error = pb.TritonError(message, getattr(pb.TritonError, failure.triton_code))
         self._sender.send(pb.InferenceResponse(error=error), flags=pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def finish(self):

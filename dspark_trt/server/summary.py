@@ -1,0 +1,104 @@
+"""What a server that starts says of itself, once; and whether the machine has the memory that it will take."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dspark_trt.building.finished import read_finished
+from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
+from dspark_trt.contract.dims import CacheDims, FloatType, drafter_dims, target_dims
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.engines.settings import read_engine_settings
+from dspark_trt.errors import CapacityError
+from dspark_trt.machine.cpu import memory_bytes
+from dspark_trt.packaging.model_repo import scheduler_of
+from dspark_trt.server.options import ServeOptions
+
+_ELEMENT_TYPES: dict[str, FloatType] = {"bf16": "bfloat16", "fp16": "float16"}  # others compute in float32
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What the engines of a build take, known before they are opened."""
+
+    limits: EngineLimits
+    kv_bytes: int  # of target and drafter, every row full; it never grows beyond
+    weight_bytes: int  # of the files
+
+
+def footprint(build_dir: Path) -> Footprint:
+    """Raises ManifestError when the build is not finished."""
+    _, stages = read_finished(build_dir)
+    settings: dict[str, Any] = stages["graphs"].settings
+    limits = EngineLimits(**settings["limits"])
+    element_type = _ELEMENT_TYPES.get(settings["precision"], "float32")
+    checkpoints = build_dir / "checkpoints"
+    target = target_spec_from_json(json.loads((checkpoints / "target.json").read_text()))
+    drafter = drafter_spec_from_json(json.loads((checkpoints / "drafter.json").read_text()))
+    on_device = bool(settings["is_on_device"])
+    caches = (
+        target_dims(
+            target, num_taps=drafter.num_taps, limits=limits, attention="standard" if on_device else "gqa"
+        ).cache,
+        drafter_dims(drafter, limits=limits, attention="standard" if on_device else "drafter").cache,
+    )
+    weights = [path for path in (build_dir / "graphs").iterdir() if path.suffix != ".json"]
+    return Footprint(
+        limits, sum(_bytes(cache, element_type) for cache in caches), sum(path.stat().st_size for path in weights)
+    )
+
+
+def check_memory(build_dir: Path) -> None:
+    """KV memory is reserved whole and taken as positions are filled: what cannot fit would end the server under load.
+
+    On a GPU the build has checked it, and it is taken at the start. Raises CapacityError with what can be done.
+    """
+    if read_engine_settings(build_dir).backend != "onnxruntime":
+        return
+    found, here = footprint(build_dir), memory_bytes()
+    if found.kv_bytes + found.weight_bytes > here:
+        raise CapacityError(
+            f"{build_dir}: {found.limits.max_slots} slots of {found.limits.max_seq_len} tokens take "
+            f"{_gigabytes(found.kv_bytes)} of KV memory beside {_gigabytes(found.weight_bytes)} of weights, and this "
+            f"machine has {_gigabytes(here)}; build with a smaller --max-slots or --max-seq-len"
+        )
+
+
+def summarise(build_dir: Path, options: ServeOptions, *, http_url: str, grpc_address: str, metrics_url: str) -> str:
+    """A few lines for a person: model, backend, scheduler, memory, admission, endpoints."""
+    rows = _rows(build_dir, options)
+    endpoints = ("endpoints", f"{http_url} (HTTP), {grpc_address} (gRPC), {metrics_url}")
+    return "\n".join(f"{name:<10} {text}" for name, text in (*rows, endpoints))
+
+
+def _rows(build_dir: Path, options: ServeOptions) -> Iterator[tuple[str, str]]:
+    summary, stages = read_finished(build_dir)
+    settings, found = read_engine_settings(build_dir), footprint(build_dir)
+    limits, admission = found.limits, options.admission
+    yield "model", f"{summary.recipe.target} with {summary.recipe.drafter}"
+    yield "backend", f"{settings.backend}, {stages['graphs'].settings['precision']}, for {settings.device}"
+    yield "scheduler", options.scheduler or scheduler_of(build_dir)
+    yield (
+        "memory",
+        f"{limits.max_slots} slots of {limits.max_seq_len} tokens: {_gigabytes(found.kv_bytes)} of KV memory at most, "
+        f"{_gigabytes(found.weight_bytes)} of weights",
+    )
+    yield (
+        "admission",
+        f"{admission.queue_size(limits.max_slots)} requests may wait, each {admission.max_queue_s:g} s; "
+        f"a request has {admission.default_timeout_s:g} s",
+    )
+
+
+def _bytes(cache: CacheDims, element_type: FloatType) -> int:
+    element_bytes = 4 if element_type == "float32" else 2
+    return 2 * cache.num_layers * cache.num_rows * math.prod(cache.row_shape) * element_bytes
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

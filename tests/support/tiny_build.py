@@ -1,0 +1,19 @@
+"""A pair of a few thousand parameters, built for real: its server starts in seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dspark_trt.building.build import build
+from dspark_trt.building.recipe import BuildRecipe
+from tests.support.factories import write_drafter, write_target
+
+MAX_SLOTS, MAX_SEQ_LEN = 4, 8192
+
+
+def make_tiny_build(folder: Path) -> Path:
+    target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True, max_positions=MAX_SEQ_LEN)
+    drafter = write_drafter(folder / "drafter", target)
+    limits = {"max_slots": MAX_SLOTS, "max_seq_len": MAX_SEQ_LEN, "max_batch_tokens": 64}
+    build(BuildRecipe(target=str(target), drafter=str(drafter), num_threads=1, **limits), folder / "build")
+    return folder / "build"

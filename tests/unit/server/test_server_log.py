@@ -1,0 +1,58 @@
+"""A server's log: quiet of what means nothing, and as data with the ids that a person looks up."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from dspark_trt.server.server_log import ServerLog, as_record
+
+TRITON_LINE = 'E1201 00:07:33.373000 9 model.cc:14] "dspark_trt.x: request 42 failed, internal error 0badcafe"'
+
+
+def test_line_of_triton_becomes_a_record_with_its_ids() -> None:
+    record = as_record(TRITON_LINE)
+    assert (record["level"], record["logger"]) == ("error", "model.cc:14")
+    assert record["message"].startswith("dspark_trt.x: request 42")
+    assert (record["request_id"], record["error_id"]) == ("42", "0badcafe")
+
+
+def test_line_of_any_other_form_is_kept_whole() -> None:
+    assert as_record("Traceback (most recent call last):")["message"] == "Traceback (most recent call last):"
+    assert "request_id" not in as_record("a request that has no number")
+
+
+@pytest.mark.parametrize(
+    ("log_format", "is_quiet", "num_lines"), [("text", True, 1), ("text", False, 2), ("json", True, 1)]
+)
+def test_standard_error_gets_what_means_something(
+    capfd: pytest.CaptureFixture[str], log_format: str, is_quiet: bool, num_lines: int
+) -> None:
+    log = ServerLog(None, log_format, is_quiet=is_quiet)
+    output = log.open()
+    assert isinstance(output, int)
+    os.write(output, b'E1201 00:00:00.0 9 server.cc:241] "CudaDriverHelper has not been initialized."\n')
+    os.write(output, TRITON_LINE.encode() + b"\n")
+    log.opened()
+    printed, deadline = "", time.monotonic() + 10
+    while printed.count("\n") < num_lines and time.monotonic() < deadline:
+        printed += capfd.readouterr().err
+        time.sleep(0.01)
+    lines = printed.splitlines()
+    assert len(lines) == num_lines
+    assert json.loads(lines[-1])["request_id"] == "42" if log_format == "json" else lines[-1] == TRITON_LINE
+
+
+def test_log_file_goes_on_through_restarts_and_a_new_server_begins_it_anew(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("of yesterday")
+    log = ServerLog(tmp_path / "log", "text", is_quiet=True)
+    for text in (b"first ", b"second"):
+        file = log.open()
+        assert not isinstance(file, int)
+        file.write(text)
+        log.opened()
+    assert (tmp_path / "log").read_text() == "first second"
