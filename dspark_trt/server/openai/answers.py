@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from dspark_trt.server.openai.errors import ApiError, internal
 from dspark_trt.server.openai.jobs import Prompt
@@ -26,9 +26,9 @@ DONE = b"data: [DONE]\n\n"
 class Format(Protocol):
     """How one kind of answer is written."""
 
-    id_prefix: str
-    whole_object: str
-    chunk_object: str
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     def whole(self, index: int, tally: Tally) -> dict[str, Any]:
         """The choice of a finished answer."""
@@ -120,4 +120,6 @@ class Answering:
 
 
 def event(fields: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    return (
+        b"data: " + json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+    )

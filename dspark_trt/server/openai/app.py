@@ -62,7 +62,7 @@ class FrontEnd:
         body = await read_json_object(http, self.settings.max_body_bytes)
         request, prompts, form = await while_connected(http, read(body))
         jobs = make_jobs(request, prompts, self.settings)
-        pieces = run(self.models, jobs, timeout_s(request))
+        pieces = run(self.models, jobs, timeout_s(request, self.settings))
         header = Header.new(form.id_prefix, self.settings.model_name)
         answering = Answering(form, header, prompts, len(jobs), self.settings.gamma, request.includes_usage)
         if not request.stream:

@@ -63,10 +63,10 @@ def of_engine(code: grpc.StatusCode, details: str) -> ApiError:
         if details == STOPPING or retry is not None:
             headers = {"Retry-After": str(retry or 1)}
             return ApiError(503, details, kind="overloaded_error", code="unavailable", headers=headers)
-        logger.warning("the engine cannot be reached: %s", details)  # names addresses, which are not a client's business
-        return ApiError(
-            503, _UNREACHABLE, kind="server_error", code="unavailable", headers={"Retry-After": "1"}
-        )
+        logger.warning(
+            "the engine cannot be reached: %s", details
+        )  # names addresses, which are not a client's business
+        return ApiError(503, _UNREACHABLE, kind="server_error", code="unavailable", headers={"Retry-After": "1"})
     if code is grpc.StatusCode.CANCELLED:
         return ApiError(503, "the request was stopped", kind="server_error", code="cancelled")
     if details.startswith("internal error "):  # an id of the engine's, by which its log has the rest

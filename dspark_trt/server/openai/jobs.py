@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from dspark_trt.packaging.signature import ENGINE_FIELDS, PREPROCESSING_FIELDS, Field
 from dspark_trt.server.openai.errors import refused
-from dspark_trt.server.openai.requests import MAX_INT32, ChatRequest, CompletionRequest, GenerationFields, chat_messages
-from dspark_trt.server.openai.settings import DEFAULT_TIMEOUT_S, FrontEndSettings
+from dspark_trt.server.openai.messages import chat_messages
+from dspark_trt.server.openai.requests import MAX_INT32, ChatRequest, CompletionRequest, GenerationFields
+from dspark_trt.server.openai.settings import FrontEndSettings
 from dspark_trt.server.openai.triton import Models
 from dspark_trt.serving.fields import pack_sequences
 
@@ -68,8 +69,9 @@ class Prompt:
         return [int(token_id) for token_id in self.tensors["input_ids"].ravel()]
 
 
-def timeout_s(request: GenerationFields) -> float:
-    return request.timeout_ms / 1e3 if request.timeout_ms else DEFAULT_TIMEOUT_S
+def timeout_s(request: GenerationFields, settings: FrontEndSettings) -> float:
+    """Seconds from now to the last token."""
+    return request.timeout_ms / 1e3 if request.timeout_ms else settings.default_timeout_s
 
 
 async def chat_prompt(request: ChatRequest, models: Models) -> Prompt:
@@ -85,7 +87,9 @@ async def chat_prompt(request: ChatRequest, models: Models) -> Prompt:
     return await _preprocessed(fields, request, models)
 
 
-async def completion_prompt(prompt: str | list[int], request: CompletionRequest, models: Models, max_seq_len: int) -> Prompt:
+async def completion_prompt(
+    prompt: str | list[int], request: CompletionRequest, models: Models, max_seq_len: int
+) -> Prompt:
     """Raises ApiError."""
     if isinstance(prompt, str):
         return await _preprocessed({"text_input": prompt}, request, models)

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
-from dspark_trt.server.openai.settings import FrontEndOptions, FrontEndSettings, make_settings
+from dspark_trt.server.openai.settings import DEFAULT_TIMEOUT_S, FrontEndOptions, FrontEndSettings, make_settings
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
+_MIN_LIFE_S = 2.0  # between two starts: a front end that cannot live does not keep the machine busy
 _BACKLOG = 512
 _PACKAGES = ("fastapi", "uvicorn", "tritonclient")
 
@@ -31,6 +32,7 @@ class FrontEndProcess:
         self._settings = settings
         self._listener = listener
         self._process: subprocess.Popen[bytes] | None = None
+        self._started_at = 0.0
 
     @property
     def url(self) -> str:
@@ -44,6 +46,7 @@ class FrontEndProcess:
 
     def start(self) -> None:
         """Returns when it answers. Raises EngineBuildError when it does not."""
+        self._started_at = time.monotonic()
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "dspark_trt.server.openai", str(self._listener.fileno())],
             stdin=subprocess.PIPE,
@@ -59,6 +62,12 @@ class FrontEndProcess:
             if self.has_died() or time.monotonic() > deadline:
                 raise EngineBuildError(f"the front end at {self.url} does not answer; its messages are above")
             time.sleep(_POLL_S)
+
+    def restart(self) -> None:
+        """Start it again on the same socket, a while after the last start. Raises EngineBuildError as `start` does."""
+        time.sleep(max(0.0, self._started_at + _MIN_LIFE_S - time.monotonic()))
+        self.stop()
+        self.start()
 
     def has_died(self) -> bool:
         return self._process is None or self._process.poll() is not None
@@ -80,20 +89,28 @@ class FrontEndProcess:
     def _answers(self) -> bool:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # our own process, on this machine
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+        opener = urllib.request.build_opener(
+            urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
+        )
         host = "[::1]" if self._listener.family == socket.AF_INET6 else "127.0.0.1"
         address = self._listener.getsockname()
         connect = host if address[0] in ("0.0.0.0", "::") else self.url.split("://")[1].rpartition(":")[0]
-        with contextlib.suppress(OSError), opener.open(
-            f"{self.url.split('://')[0]}://{connect}:{address[1]}/v2/health/live", timeout=1.0
-        ) as answer:
+        with (
+            contextlib.suppress(OSError),
+            opener.open(f"{self.url.split('://')[0]}://{connect}:{address[1]}/v2/health/live", timeout=1.0) as answer,
+        ):
             return bool(answer.status == 200)
         return False
 
 
 @contextlib.contextmanager
 def start_front_end(
-    build_dir: Path, options: FrontEndOptions, *, grpc_address: str, metrics_url: str
+    build_dir: Path,
+    options: FrontEndOptions,
+    *,
+    grpc_address: str,
+    metrics_url: str,
+    default_timeout_s: float = DEFAULT_TIMEOUT_S,
 ) -> Iterator[FrontEndProcess]:
     """A front end that answers, for a server at `grpc_address`. Leaving the block ends it.
 
@@ -101,7 +118,9 @@ def start_front_end(
     not do, ManifestError for an unfinished build, EngineBuildError when it does not start.
     """
     check_packages()
-    settings = make_settings(build_dir, options, grpc_address=grpc_address, metrics_url=metrics_url)
+    settings = make_settings(
+        build_dir, options, grpc_address=grpc_address, metrics_url=metrics_url, default_timeout_s=default_timeout_s
+    )
     with listen(options) as listener:
         front_end = FrontEndProcess(settings, listener)
         try:

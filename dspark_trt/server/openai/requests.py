@@ -5,10 +5,17 @@ Fields of OpenAI's that change nothing here are taken without effect; those that
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from dspark_trt.server.openai.errors import ApiError
 from dspark_trt.server.openai.settings import MAX_CHOICES
@@ -28,7 +35,7 @@ MAX_INT32 = 2**31 - 1
 _MAX_UINT64 = 2**64 - 1
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 
-StopWord = Annotated[str, Field(min_length=1, max_length=MAX_STOP_WORD_CHARACTERS)]
+StopWord = Annotated[str, Field(max_length=MAX_STOP_WORD_CHARACTERS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
@@ -62,7 +69,7 @@ class GenerationFields(_Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: int | None = None
-    stop: str | Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)] | None = None
+    stop: Annotated[list[StopWord], Field(max_length=MAX_STOP_WORDS)] | None = None  # one word may stand alone
     logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     # without effect
     user: str | None = None
@@ -83,12 +90,10 @@ class GenerationFields(_Strict):
     timeout_ms: Annotated[int, Field(ge=0, le=MAX_TIMEOUT_MS)] | None = None
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
 
-    @field_validator("stop")
+    @field_validator("stop", mode="before")
     @classmethod
-    def _stop_is_short(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        if isinstance(stop, str) and len(stop) > MAX_STOP_WORD_CHARACTERS:
-            raise ValueError(f"expected at most {MAX_STOP_WORD_CHARACTERS} characters, found {len(stop)}")
-        return stop
+    def _one_word_is_a_list(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
 
     @field_validator("seed")
     @classmethod
@@ -105,8 +110,8 @@ class GenerationFields(_Strict):
 
     @property
     def stop_words(self) -> tuple[str, ...]:
-        words = [self.stop] if isinstance(self.stop, str) else self.stop or ()
-        return tuple(word for word in words if word)
+        """Empty ones are what clients send for "none"."""
+        return tuple(word for word in self.stop or () if word)
 
     @property
     def includes_usage(self) -> bool:
@@ -160,6 +165,14 @@ class CompletionRequest(GenerationFields):
     best_of: int | None = None
     suffix: None = None  # only its absence is known
 
+    @field_validator("prompt", mode="wrap")
+    @classmethod
+    def _says_what_a_prompt_is(cls, prompt: Any, read: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return read(prompt)
+        except ValidationError:  # which would speak of the first of four possibilities only
+            raise ValueError("expected a text, a list of texts, token ids, or a list of lists of token ids") from None
+
     @field_validator("prompt")
     @classmethod
     def _there_is_a_prompt(cls, prompt: Any) -> Any:
@@ -177,7 +190,9 @@ class CompletionRequest(GenerationFields):
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError(f"best_of: expected n = {self.n}; answers are not ranked")
         if len(self.prompts) * self.n > MAX_CHOICES:
-            raise ValueError(f"n: expected at most {MAX_CHOICES} answers in one request, found {len(self.prompts)} prompts of {self.n}")
+            raise ValueError(
+                f"n: expected at most {MAX_CHOICES} answers in one request, found {len(self.prompts)} prompts of {self.n}"
+            )
         if self.echo and self.wants_log_probs:
             raise ValueError("echo: expected without logprobs; those of a prompt are not computed")
         return self
@@ -218,47 +233,6 @@ def unknown_model(found: str, model_name: str) -> ApiError:
         param="model",
         code="model_not_found",
     )
-
-
-def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages as chat templates read them: content as one text, the arguments of tool calls as objects.
-
-    Raises ApiError for content that is no text.
-    """
-    return [_chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-
-
-def _chat_message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    role = message.get("role")
-    if not isinstance(role, str):
-        raise ApiError(400, f"{where}.role: expected a string, found {shorten(role)}", param="messages")
-    changed = {**message, "role": "system" if role == "developer" else role}
-    content = message.get("content")
-    if isinstance(content, list):
-        changed["content"] = "".join(_text_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
-    elif content is not None and not isinstance(content, str):
-        raise ApiError(400, f"{where}.content: expected a text or a list of parts", param="messages")
-    if isinstance(calls := message.get("tool_calls"), list):
-        changed["tool_calls"] = [_tool_call(call) for call in calls]
-    return changed
-
-
-def _text_part(part: Any, where: str) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise ApiError(400, f"{where}: expected a part of type text, found {shorten(kind)}", param="messages")
-
-
-def _tool_call(call: Any) -> Any:
-    """OpenAI's clients send the arguments as JSON in a string, templates write them as JSON themselves."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (ValueError, RecursionError):
-        return call
 
 
 def _refuse_alternatives(value: int | None) -> int | None:

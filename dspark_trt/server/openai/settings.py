@@ -20,7 +20,7 @@ MAX_CONNECTIONS = 1024
 HEADER_TIMEOUT_S = 10.0  # from the first byte of a request, or of a connection, to the end of its headers
 BODY_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 60.0  # that a client takes to read what is sent; then it counts as gone
-DEFAULT_TIMEOUT_S = 3600.0  # of a request without `timeout_ms`
+DEFAULT_TIMEOUT_S = 3600.0
 _ESCAPED = 6  # bytes of JSON for one of text, at most
 _KEY_CHARACTERS = range(8, 513)
 
@@ -37,6 +37,29 @@ class FrontEndOptions:
     tls_key: Path | None = None
 
 
+def front_end_options(
+    port: int | None,
+    model_name: str | None,
+    api_key_file: Path | None,
+    tls_certificate: Path | None,
+    tls_key: Path | None,
+) -> FrontEndOptions | None:
+    """What the command line says; None without a port. Raises RecipeError for options that then mean nothing."""
+    others = {
+        "--served-model-name": model_name,
+        "--api-key-file": api_key_file,
+        "--tls-certificate": tls_certificate,
+        "--tls-key": tls_key,
+    }
+    if port is not None:
+        return FrontEndOptions(port, "127.0.0.1", model_name, api_key_file, tls_certificate, tls_key)
+    if given := [name for name, value in others.items() if value is not None]:
+        raise RecipeError(
+            f"{', '.join(given)}: expected with --openai-port only; add it, for example --openai-port 9000"
+        )
+    return None
+
+
 class FrontEndSettings(BaseModel):
     """All that the child process needs; it reads this as JSON from its standard input."""
 
@@ -49,6 +72,7 @@ class FrontEndSettings(BaseModel):
     tokenizer_folder: Path
     max_seq_len: int
     gamma: int
+    default_timeout_s: float  # of a request without `timeout_ms`
     api_keys: tuple[str, ...] = ()
     tls_certificate: Path | None = None
     tls_key: Path | None = None
@@ -59,7 +83,9 @@ class FrontEndSettings(BaseModel):
         return _ESCAPED * max_prompt_bytes(self.max_seq_len) + 4 * MAX_JSON_BYTES
 
 
-def make_settings(build_dir: Path, options: FrontEndOptions, *, grpc_address: str, metrics_url: str) -> FrontEndSettings:
+def make_settings(
+    build_dir: Path, options: FrontEndOptions, *, grpc_address: str, metrics_url: str, default_timeout_s: float
+) -> FrontEndSettings:
     """The settings for one build. Raises ManifestError for an unfinished build, RecipeError for files that do not do."""
     if (options.tls_certificate is None) != (options.tls_key is None):
         raise RecipeError("--tls-certificate, --tls-key: expected both or neither, found one; give the other one too")
@@ -71,6 +97,7 @@ def make_settings(build_dir: Path, options: FrontEndOptions, *, grpc_address: st
     return FrontEndSettings(
         grpc_address=grpc_address,
         metrics_url=metrics_url,
+        default_timeout_s=default_timeout_s,
         model_name=options.model_name or build_dir.resolve().name,
         engine_model_name=summary.recipe.engine_model_name,
         tokenizer_folder=checkpoints / "tokenizer",

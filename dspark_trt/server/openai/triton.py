@@ -148,7 +148,10 @@ class Models:
     async def _stop(self, handle: int | None, request_id: str) -> None:
         """Beside the cancelled call: a request that waits in the engine is not asked whether its client is still there."""
         unused = np.ones((1, 1), np.int32)
-        tensors = {"stop": np.array([[True]]), **dict.fromkeys(("input_ids", "input_lengths", "request_output_len"), unused)}
+        tensors = {
+            "stop": np.array([[True]]),
+            **dict.fromkeys(("input_ids", "input_lengths", "request_output_len"), unused),
+        }
         if handle is not None:
             tensors["stop_handle"] = np.array([[handle]], np.int64)
         with contextlib.suppress(ApiError, TimeoutError):
