@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import grpc
@@ -15,6 +16,12 @@ logger = logging.getLogger(__name__)
 
 # Field of the engine's refusals -> what it is called here.
 _OPENAI_NAMES = {"stop_words": "stop", "return_log_probs": "logprobs", "text_input": "prompt", "end_id": "ignore_eos"}
+_ENSEMBLE_PREFIX = "in ensemble 'ensemble', "
+_CANCELLED = "the request was cancelled"
+# How a RequestError begins: with the field, or with what of the request it speaks of.
+_REFUSAL = re.compile(
+    r"unknown fields? |[a-z_]+((, | and )[a-z_]+)*: |token ids: |(the (text|tokenizer|chat template)|this model) "
+)
 _UNREACHABLE = "the engine cannot be reached at the moment; retry after 1 s"
 
 
@@ -56,22 +63,39 @@ def of_engine(code: grpc.StatusCode, details: str) -> ApiError:
     """What a gRPC error of the models is to a client."""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _with_openai_name(details)
-    if code is grpc.StatusCode.UNAVAILABLE:
-        if details.startswith("timeout_ms:"):
-            return timed_out(details)
-        retry = retry_after_s(details)
-        if details == STOPPING or retry is not None:
-            headers = {"Retry-After": str(retry or 1)}
-            return ApiError(503, details, kind="overloaded_error", code="unavailable", headers=headers)
+    if code is grpc.StatusCode.UNAVAILABLE and not _is_ours(details):
         logger.warning(
             "the engine cannot be reached: %s", details
         )  # names addresses, which are not a client's business
-        return ApiError(503, _UNREACHABLE, kind="server_error", code="unavailable", headers={"Retry-After": "1"})
-    if code is grpc.StatusCode.CANCELLED:
-        return ApiError(503, "the request was stopped", kind="server_error", code="cancelled")
-    if details.startswith("internal error "):  # an id of the engine's, by which its log has the rest
-        return ApiError(500, details, kind="server_error", code="internal_error")
-    return internal(RuntimeError(f"{code}: {details}"))
+        return _unavailable(_UNREACHABLE)
+    return of_text(details)
+
+
+def of_text(text: str) -> ApiError:
+    """The same for an error within a stream, which comes without a code.
+
+    Triton can be asked for one there (`triton_grpc_error`), but 2.51 then ends with a fault of memory sooner or later.
+    """
+    text = text.removeprefix(_ENSEMBLE_PREFIX)
+    if text.startswith("timeout_ms: the request did not end"):
+        return timed_out(text)
+    if _is_ours(text):
+        return _unavailable(text)
+    if text.startswith("internal error "):  # an id of the engine's, by which its log has the rest
+        return ApiError(500, text, kind="server_error", code="internal_error")
+    if _REFUSAL.match(text):
+        return _with_openai_name(text)
+    return internal(RuntimeError(text))  # Triton's own: no words for a client
+
+
+def _is_ours(text: str) -> bool:
+    """Whether the engine says that it does not answer now."""
+    return text in (STOPPING, _CANCELLED) or retry_after_s(text) is not None
+
+
+def _unavailable(message: str) -> ApiError:
+    headers = {"Retry-After": str(retry_after_s(message) or 1)}
+    return ApiError(503, message, kind="overloaded_error", code="unavailable", headers=headers)
 
 
 def internal(error: BaseException) -> ApiError:

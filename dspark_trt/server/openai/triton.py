@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from dspark_trt.packaging.signature import ENSEMBLE, PREPROCESSING
-from dspark_trt.server.openai.errors import ApiError, of_engine
+from dspark_trt.server.openai.errors import ApiError, of_engine, of_text
 
-_REAL_CODES = {"triton_grpc_error": "true"}  # without it an error in a stream has a text and no code
 _CHANNEL = [  # the server may be started again: look for it soon
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
@@ -119,11 +118,11 @@ class Models:
             wanted = outputs and [triton.InferRequestedOutput(name) for name in outputs]
             yield {"model_name": model_name, "inputs": _inputs(tensors), "outputs": wanted, "request_id": request_id}
 
-        call = self._client.stream_infer(requests(), headers=_REAL_CODES)
+        call = self._client.stream_infer(requests())
         try:
             async for result, error in call:
                 if error is not None:
-                    raise of_engine(grpc.StatusCode.INTERNAL, error.message() or "")
+                    raise of_text(error.message() or "")
                 yield result
         except grpc.RpcError as error:
             raise of_engine(error.code(), error.details() or "") from None
