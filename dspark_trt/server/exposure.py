@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import json
+import shutil
 import subprocess
 import tempfile
 import time
@@ -25,7 +26,7 @@ from dspark_trt.server.server_tree import ServerTree, find_server
 FIXED_VERSION = (2, 59, 1)
 BUNDLED_VERSION = "2.51.0"  # inside nvidia-pytriton 0.7.0
 LOOPBACK = "127.0.0.1"
-_FIXED = ".".join(map(str, FIXED_VERSION))
+FIXED = ".".join(map(str, FIXED_VERSION))
 _START_TIMEOUT_S = 120.0
 _POLL_S = 0.05
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -44,12 +45,18 @@ def confine(options: ServeOptions, front_end: FrontEndOptions | None) -> tuple[S
         return options, front_end and replace(front_end, address=options.address)
     if front_end is None:
         raise RecipeError(
-            f"--address {options.address}: the tritonserver here is {version}, and before {_FIXED} one hostile HTTP request "
+            f"--address {options.address}: the tritonserver here is {version}, and before {FIXED} one hostile HTTP request "
             f"ends it, so it listens on {LOOPBACK} only. Add --openai-port 9000: our own front end then listens on "
-            f"{options.address} (OpenAI's API, generate and generate_stream, metrics); or put tritonserver {_FIXED} or later "
+            f"{options.address} (OpenAI's API, generate and generate_stream, metrics); or put tritonserver {FIXED} or later "
             "on PATH (Triton's containers from 25.07)"
         )
     return replace(options, address=LOOPBACK), replace(front_end, address=options.address)
+
+
+def installed_version() -> str:
+    """The version of the server that `serve` would start here; nothing is fetched for it. Raises as `server_version`."""
+    installed = shutil.which("tritonserver")
+    return BUNDLED_VERSION if installed is None else server_version(ServerTree(Path(installed)))
 
 
 def is_loopback(address: str) -> bool:
