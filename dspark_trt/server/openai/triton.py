@@ -96,7 +96,8 @@ class Models:
         try:
             async with contextlib.aclosing(stream):
                 async for result in stream:
-                    handle = int(result.as_numpy("handle").item())
+                    if handle is None:
+                        handle = int(result.as_numpy("handle").item())
                     piece = _piece(result, with_log_probs=with_log_probs)
                     is_over = bool(piece.finish_reason)
                     yield piece
@@ -175,15 +176,17 @@ def _input(name: str, array: NDArray[Any]) -> triton.InferInput:
 
 
 def _piece(result: triton.InferResult, *, with_log_probs: bool) -> Piece:
-    def number(name: str) -> int:
-        return int(result.as_numpy(name).item())
+    finish_reason = result.as_numpy("finish_reason").item().decode()
+
+    def at_the_end(name: str) -> int:
+        return int(result.as_numpy(name).item()) if finish_reason else 0  # 0 before, anyhow: not worth reading
 
     return Piece(
         token_ids=tuple(result.as_numpy("output_ids").ravel().tolist()),
         text=result.as_numpy("text").item().decode(),
         log_probs=tuple(result.as_numpy("output_log_probs").ravel().tolist()) if with_log_probs else (),
-        finish_reason=result.as_numpy("finish_reason").item().decode(),
-        num_steps=number("num_steps"),
-        num_drafts_verified=number("total_draft_tokens"),
-        num_drafts_accepted=number("total_accepted_draft_tokens"),
+        finish_reason=finish_reason,
+        num_steps=at_the_end("num_steps"),
+        num_drafts_verified=at_the_end("total_draft_tokens"),
+        num_drafts_accepted=at_the_end("total_accepted_draft_tokens"),
     )
