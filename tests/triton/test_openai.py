@@ -316,7 +316,7 @@ def test_it_ends_with_the_process_that_started_it(server: TritonServer, demo_bui
     script = (
         "import sys, os; from pathlib import Path; from dspark_trt.server.openai.process import start_front_end;"
         "from dspark_trt.server.openai.settings import FrontEndOptions\n"
-        "with start_front_end(Path(sys.argv[1]), FrontEndOptions(port=0), grpc_address=sys.argv[2], metrics_url='') as f:\n"
+        "with start_front_end(Path(sys.argv[1]), FrontEndOptions(0), grpc_address=sys.argv[2], metrics_url='') as f:\n"
         "    print(f.url, flush=True)\n"
         "    os.kill(os.getpid(), 9)\n"
     )

@@ -1,4 +1,4 @@
-"""`dspark-trt serve --openai-port`, as people run it: what other machines reach, true readiness, faults, TLS, the end."""
+"""`serve --openai-port`, as people run it: what other machines reach, true readiness, faults, TLS, the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The front end's process: settings as one line of JSON on standard input, the listening socket as an inherited descriptor.
+"""The front end's process: settings as a line of JSON on standard input, its socket as an inherited descriptor.
 
     python -m dspark_trt.server.openai DESCRIPTOR
 
@@ -41,7 +41,7 @@ def main() -> None:
             proxy_headers=False,
             limit_concurrency=MAX_CONNECTIONS,
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-            timeout_keep_alive=65,  # longer than balancers keep theirs (60 s mostly), so that none writes into a closed one
+            timeout_keep_alive=65,  # balancers keep theirs for 60 s mostly, and none should write into a closed one
             timeout_graceful_shutdown=_STOP_TIMEOUT_S,
             ssl_certfile=settings.tls_certificate,
             ssl_keyfile=settings.tls_key,

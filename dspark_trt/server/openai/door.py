@@ -1,7 +1,7 @@
 """What stands before any route: connections that are too slow or cut their bodies into crumbs, and the API key.
 
-uvicorn limits the size of headers and the number of connections itself. It does not limit the time that headers take, and it
-looks at every chunk of a body, however small.
+uvicorn limits the size of headers and the number of connections itself. It does not limit the time that headers take,
+and it looks at every chunk of a body, however small.
 """
 
 from __future__ import annotations

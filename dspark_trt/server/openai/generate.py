@@ -1,7 +1,7 @@
 """Triton's `generate` and `generate_stream` for the ensemble, behind the limits of this front end.
 
-The JSON is taken apart here and goes on as gRPC: the HTTP server of Triton, which older releases must not show to anyone but
-this machine, sees none of it. What comes back is written as Triton writes it.
+The JSON is taken apart here and goes on as gRPC: the HTTP server of Triton, which older releases must not show to other
+machines, sees none of it. What comes back is written as Triton writes it.
 """
 
 from __future__ import annotations

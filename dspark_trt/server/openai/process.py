@@ -1,4 +1,4 @@
-"""Starts the front end beside `serve`, in a process of its own: a hostile request cannot touch the one that supervises."""
+"""Starts the front end beside `serve`, in a process of its own: no request can touch the one that supervises."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def start_front_end(
 ) -> Iterator[FrontEndProcess]:
     """A front end that answers, for a server at `grpc_address`. Leaving the block ends it.
 
-    Raises EnvironmentMissingError when its packages are not installed, RecipeError for a port in use and for files that do
-    not do, ManifestError for an unfinished build, EngineBuildError when it does not start.
+    Raises EnvironmentMissingError when its packages are not installed, RecipeError for a port in use and for files that
+    do not do, ManifestError for an unfinished build, EngineBuildError when it does not start.
     """
     check_packages()
     settings = make_settings(
@@ -146,6 +146,6 @@ def listen(options: FrontEndOptions) -> socket.socket:
         return socket.create_server((options.address, options.port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         raise RecipeError(
-            f"--openai-port: cannot listen on {options.address} port {options.port} ({error}); end what uses it, or choose "
-            "another port (0: any free one)"
+            f"--openai-port: cannot listen on {options.address} port {options.port} ({error}); end what uses it, or "
+            "choose another port (0: any free one)"
         ) from None

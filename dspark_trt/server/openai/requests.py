@@ -1,6 +1,6 @@
 """What a client may ask of /v1/chat/completions and /v1/completions. Unknown fields are refused by name.
 
-Fields of OpenAI's that change nothing here are taken without effect; those that would change something and cannot are refused.
+Fields of OpenAI's that change nothing here are taken without effect; those that ask for what is not supported are refused.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class CompletionRequest(GenerationFields):
             raise ValueError(f"best_of: expected n = {self.n}; answers are not ranked")
         if len(self.prompts) * self.n > MAX_CHOICES:
             raise ValueError(
-                f"n: expected at most {MAX_CHOICES} answers in one request, found {len(self.prompts)} prompts of {self.n}"
+                f"n: expected at most {MAX_CHOICES} answers in one request, found {len(self.prompts)} x {self.n}"
             )
         if self.echo and self.wants_log_probs:
             raise ValueError("echo: expected without logprobs; those of a prompt are not computed")

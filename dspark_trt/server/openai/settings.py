@@ -86,7 +86,7 @@ class FrontEndSettings(BaseModel):
 def make_settings(
     build_dir: Path, options: FrontEndOptions, *, grpc_address: str, metrics_url: str, default_timeout_s: float
 ) -> FrontEndSettings:
-    """The settings for one build. Raises ManifestError for an unfinished build, RecipeError for files that do not do."""
+    """The settings for one build. Raises ManifestError for an unfinished one, RecipeError for files that do not do."""
     if (options.tls_certificate is None) != (options.tls_key is None):
         raise RecipeError("--tls-certificate, --tls-key: expected both or neither, found one; give the other one too")
     for name, path in (("--tls-certificate", options.tls_certificate), ("--tls-key", options.tls_key)):
@@ -110,7 +110,7 @@ def make_settings(
 
 
 def read_api_keys(path: Path) -> tuple[str, ...]:
-    """The keys of a file, one a line; a line that begins with # is a comment. Several make it possible to change them."""
+    """The keys of a file, one a line, # for comments. Where there are several, one can be replaced by another."""
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -121,7 +121,7 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
     for number, key in enumerate(keys, 1):
         if len(key) not in _KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
             raise RecipeError(
-                f"--api-key-file: key {number} of {path}: expected {_KEY_CHARACTERS.start} to {_KEY_CHARACTERS.stop - 1} "
-                f"printable ASCII characters without spaces, found {len(key)} characters; make one with: openssl rand -hex 32"
+                f"--api-key-file: key {number} of {path}: expected {_KEY_CHARACTERS.start} to {_KEY_CHARACTERS[-1]} "
+                f"printable ASCII characters without spaces, found {len(key)} characters; make one: openssl rand -hex 32"
             )
     return keys

@@ -1,7 +1,7 @@
 """gRPC to the models of one build: tokens from texts, a stream of pieces for each sequence, stops, probes.
 
-The front end asks the engine model itself, not the ensemble: cancelling reaches a running request there, and its responses
-carry token ids.
+The front end asks the engine model itself, not the ensemble: cancelling reaches a running request there, and its
+responses carry token ids.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Models:
             return False
 
     async def _stop(self, handle: int | None, request_id: str) -> None:
-        """Beside the cancelled call: a request that waits in the engine is not asked whether its client is still there."""
+        """Beside the cancelled call, of which the engine may learn later: it asks for its clients now and then."""
         unused = np.ones((1, 1), np.int32)
         tensors = {
             "stop": np.array([[True]]),
