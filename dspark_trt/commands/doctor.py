@@ -138,7 +138,7 @@ def _other_machines() -> Finding:
         name,
         "optional",
         f"tritonserver {version} is kept on 127.0.0.1",
-        f"--address needs --openai-port (pip install 'dspark-trt[openai]'), or tritonserver {FIXED} or later on PATH",
+        f"--address needs --openai-port (above, fastapi), or a tritonserver of {FIXED} or later on PATH",
     )
 
 

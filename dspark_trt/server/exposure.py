@@ -1,8 +1,8 @@
 """Which of our doors other machines may use.
 
-Releases of Triton before 2.59.1 (25.07) end with a fault of memory after one hostile HTTP request. No option prevents it,
-and the server that PyPI has is 2.51. So an older server listens to this machine alone whatever `--address` says, and
-the only way in from outside is our own front end, which parses everything itself.
+Releases of Triton before 2.59.1 (25.07) end with a fault of memory after one hostile HTTP request. No option prevents
+it, and the server that PyPI has is 2.51. So an older server listens to this machine alone whatever `--address` says,
+and the only way in from outside is our own front end, which parses everything itself.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def confine(options: ServeOptions, front_end: FrontEndOptions | None) -> tuple[S
     if front_end is None:
         raise RecipeError(
             f"--address {options.address}: the tritonserver here is {version}, and before {FIXED} one hostile HTTP "
-            f"request ends it, so it listens on {LOOPBACK} only. Add --openai-port 9000: our own front end then listens "
-            f"on {options.address} (OpenAI's API, generate and generate_stream, metrics); or put tritonserver {FIXED} "
-            "or later on PATH (Triton's containers from 25.07)"
+            f"request ends it, so it listens on {LOOPBACK} only. Add --openai-port 9000: our own front end then "
+            f"listens on {options.address} (OpenAI's API, generate and generate_stream, metrics); or put tritonserver "
+            f"{FIXED} or later on PATH (Triton's containers from 25.07)"
         )
     return replace(options, address=LOOPBACK), replace(front_end, address=options.address)
 

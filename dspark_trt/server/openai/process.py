@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
+from dspark_trt.machine.packages import install_extra
 from dspark_trt.server.openai.settings import DEFAULT_TIMEOUT_S, FrontEndOptions, FrontEndSettings, make_settings
 
 _START_TIMEOUT_S = 60.0
@@ -135,7 +136,7 @@ def check_packages() -> None:
     if missing:
         raise EnvironmentMissingError(
             f"--openai-port needs the packages {', '.join(missing)}, which are not installed; install them: "
-            "pip install 'dspark-trt[openai]'"
+            f"{install_extra('openai')}"
         )
 
 

@@ -1,6 +1,7 @@
 """What a client may ask of /v1/chat/completions and /v1/completions. Unknown fields are refused by name.
 
-Fields of OpenAI's that change nothing here are taken without effect; those that ask for what is not supported are refused.
+Fields of OpenAI's that change nothing here are taken without effect; those that ask for what is not supported are
+refused.
 """
 
 from __future__ import annotations

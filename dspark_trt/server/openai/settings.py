@@ -122,6 +122,6 @@ def read_api_keys(path: Path) -> tuple[str, ...]:
         if len(key) not in _KEY_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
             raise RecipeError(
                 f"--api-key-file: key {number} of {path}: expected {_KEY_CHARACTERS.start} to {_KEY_CHARACTERS[-1]} "
-                f"printable ASCII characters without spaces, found {len(key)} characters; make one: openssl rand -hex 32"
+                f"printable ASCII characters without spaces, found {len(key)}; make one: openssl rand -hex 32"
             )
     return keys

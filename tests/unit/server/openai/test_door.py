@@ -129,7 +129,7 @@ def test_keys_of_a_file(tmp_path: Path) -> None:
     path.write_text("# of the balancer\nfirst-key-0\n\n  second-key-1\n")
     assert read_api_keys(path) == KEYS
     path.write_text("short\n")
-    with pytest.raises(RecipeError, match=r"key 1 of .*8 to 512.*found 5 characters") as refused:
+    with pytest.raises(RecipeError, match=r"key 1 of .*8 to 512.*found 5;") as refused:
         read_api_keys(path)
     assert "short" not in str(refused.value)
     path.write_text("# nothing\n")
