@@ -46,6 +46,6 @@ def wait(until: Callable[[], bool], seconds: float = WAIT_S) -> float:
     """Seconds until it was true."""
     started = time.monotonic()
     while not until():
-        assert time.monotonic() - started < seconds, "it did not happen"
+        assert time.monotonic() - started < seconds, f"it did not happen within {seconds:g} s"
         time.sleep(0.02)
     return time.monotonic() - started

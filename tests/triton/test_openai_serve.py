@@ -54,7 +54,7 @@ class Served:
 
     @property
     def triton_port(self) -> int:
-        return int(self.printed(r"ready: http://127\.0\.0\.1:(\d+) "))
+        return int(self.printed(r"ready: http://127\.0\.0\.1:(\d+)"))
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ _CANCELLED = "the request was cancelled"
 _REFUSAL = re.compile(
     r"unknown fields? |[a-z_]+((, | and )[a-z_]+)*: |token ids: |(the (text|tokenizer|chat template)|this model) "
 )
+_UNLOADED = re.compile(r"has no available versions|is not ready")  # Triton, while it starts or stops
 _UNREACHABLE = "the engine cannot be reached at the moment; retry after 1 s"
 
 
@@ -63,7 +64,7 @@ def of_engine(code: grpc.StatusCode, details: str) -> ApiError:
     """What a gRPC error of the models is to a client."""
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return _with_openai_name(details)
-    if code is grpc.StatusCode.UNAVAILABLE and not _is_ours(details):
+    if code is grpc.StatusCode.UNAVAILABLE and not _is_ours(details) and not details.startswith("timeout_ms:"):
         logger.warning(
             "the engine cannot be reached: %s", details
         )  # names addresses, which are not a client's business
@@ -81,6 +82,8 @@ def of_text(text: str) -> ApiError:
         return timed_out(text)
     if _is_ours(text):
         return _unavailable(text)
+    if _UNLOADED.search(text):
+        return _unavailable(_UNREACHABLE)
     if text.startswith("internal error "):  # an id of the engine's, by which its log has the rest
         return ApiError(500, text, kind="server_error", code="internal_error")
     if _REFUSAL.match(text):

@@ -25,6 +25,7 @@ from dspark_trt.serving.worker import STOPPING
         ("the server is busy: 512 requests wait for a slot already; retry after 7 s", 503, None),
         ("the request was cancelled", 503, None),
         (STOPPING, 503, None),
+        ("Request for unknown model: 'dspark' has no available versions", 503, None),
         ("internal error 12ab34cd; the server's log says more", 500, None),
     ],
 )
