@@ -14,13 +14,13 @@ venv: $(VENV)/.installed ## everything, into .venv
 $(VENV)/.serving: pyproject.toml setup.py
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check "pip>=25.1"
-	$(PY) -m pip install -qq --editable ".[onnxruntime,client]"
+	$(PY) -m pip install -qq --editable ".[onnxruntime,client,openai]"
 	touch $@
 
 # what tests and lint need besides; torch first and alone, so that nothing else chooses another build of it
 $(VENV)/.installed: $(VENV)/.serving
 	$(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install -qq --editable ".[onnxruntime,client,reference,tensorrt-rtx]" --group dev
+	$(PY) -m pip install -qq --editable ".[onnxruntime,client,openai,reference,tensorrt-rtx]" --group dev
 	$(PY) -m pip install --quiet --no-deps --group kernels
 	touch $@
 

@@ -16,7 +16,7 @@ import typer
 
 from dspark_trt.commands.options import AsJson, command
 from dspark_trt.engines.tensorrt.library import LIBRARIES, Library, usable_sms
-from dspark_trt.errors import EXIT_ENVIRONMENT_MISSING, EXIT_OK
+from dspark_trt.errors import EXIT_ENVIRONMENT_MISSING, EXIT_OK, EnvironmentMissingError
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu, NoGpu, look_for_gpu
 from dspark_trt.machine.packages import (
@@ -27,6 +27,7 @@ from dspark_trt.machine.packages import (
     installed_versions,
     torch_versions,
 )
+from dspark_trt.server.exposure import FIXED, installed_version, is_fixed
 from dspark_trt.server.server_tree import LAST_PYTHON
 
 Status = Literal["ok", "missing", "optional"]
@@ -98,6 +99,7 @@ def _packages(has_device_engines: bool) -> list[Finding]:
         _package("onnx", "missing", "writes the graphs", "pip install onnx"),
         _package("onnxruntime", cpu_engine, "the engine of CPU hosts", install_extra("onnxruntime")),
         _package("tritonclient", "optional", "talks to a running server", install_extra("client")),
+        _package("fastapi", "optional", "`serve --openai-port`", install_extra("openai")),
     ]
 
 
@@ -119,7 +121,25 @@ def _serving() -> list[Finding]:
             "" if library else f"Triton's Python backend needs it: apt-get install libpython{version}",
         ),
         Finding("glibc", "ok", platform.libc_ver()[1] or "not glibc"),
+        _other_machines(),
     ]
+
+
+def _other_machines() -> Finding:
+    """Which doors of `serve --address` other machines may use."""
+    name = "serving others"
+    try:
+        version = installed_version()
+    except EnvironmentMissingError as error:
+        return Finding(name, "optional", "tritonserver does not start", str(error))
+    if is_fixed(version):
+        return Finding(name, "ok", f"tritonserver {version}: --address holds for all its endpoints")
+    return Finding(
+        name,
+        "optional",
+        f"tritonserver {version} is kept on 127.0.0.1",
+        f"--address needs --openai-port (above, fastapi), or a tritonserver of {FIXED} or later on PATH",
+    )
 
 
 def _how_to_get_a_server() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -22,7 +23,21 @@ def serve(
     http_port: Annotated[int, typer.Option(help="HTTP endpoint; 0: any free one.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="gRPC endpoint; 0: any free one.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0: any free one.")] = 8002,
-    address: Annotated[str, typer.Option(help="Address or name that all of them bind to.")] = "127.0.0.1",
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Address or name that all of them bind to; with a tritonserver before 2.59.1 only OpenAI's API does."
+        ),
+    ] = "127.0.0.1",
+    openai_port: Annotated[
+        int | None, typer.Option(help="OpenAI's API and a live page, for example 9000; 0: any free one.")
+    ] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="OpenAI's API: name of the model  [default: the build's folder]")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="OpenAI's API: keys that are let in, one a line.")] = None,
+    tls_certificate: Annotated[Path | None, typer.Option(help="OpenAI's API: PEM file with the chain.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="OpenAI's API: PEM file.")] = None,
     scheduler: SchedulerText = None,
     max_queued: Annotated[
         int | None,
@@ -44,12 +59,14 @@ def serve(
     from dspark_trt.building.finished import check_servable
     from dspark_trt.commands import report
     from dspark_trt.machine.address import resolve_address
+    from dspark_trt.server.openai.settings import front_end_options
     from dspark_trt.server.serve import ServeOptions
     from dspark_trt.server.serve import serve as run_server
     from dspark_trt.server.server_log import as_event
     from dspark_trt.server.summary import check_memory, summarise
     from dspark_trt.serving.limits import AdmissionLimits
 
+    front_end = front_end_options(openai_port, served_model_name, api_key_file, tls_certificate, tls_key)
     check_servable(folder, scheduler_config(scheduler))
     check_memory(folder)
     options = ServeOptions(
@@ -76,4 +93,4 @@ def serve(
     def on_event(message: str) -> None:
         print(json.dumps(as_event(message)) if log_format == "json" else message, file=sys.stderr, flush=True)
 
-    run_server(folder, options, on_ready, on_event)
+    run_server(folder, options, on_ready, on_event, front_end)

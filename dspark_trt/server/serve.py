@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.engines.open import check_device
 from dspark_trt.errors import EngineBuildError
+from dspark_trt.server.exposure import confine
+from dspark_trt.server.openai.process import FrontEndProcess, start_front_end
+from dspark_trt.server.openai.settings import FrontEndOptions
 from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.signals import stop_signals
 from dspark_trt.server.supervisor import TritonServer
@@ -30,24 +34,29 @@ def serve(
     options: ServeOptions,
     on_ready: Callable[[TritonServer], None] = lambda server: None,
     on_event: Callable[[str], None] = lambda message: None,
+    front_end: FrontEndOptions | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP, then drain and stop; a second one stops at once.
 
     `on_ready` is called once a real request has been answered, `on_event` with what a person has to know meanwhile: a
-    server that failed and is started again, a stop. Raises RecipeError for an unknown scheduler or a port in use,
-    ManifestError when `build_dir` is no finished build, EnvironmentMissingError when its engines are for another
-    machine or there is no server to start, EngineBuildError when it does not come up, or fails again and again.
+    server that failed and is started again, a stop. `front_end`: where OpenAI's API is answered. Raises RecipeError for
+    an unknown scheduler, a port in use or an address that must not be served, ManifestError when `build_dir` is no
+    finished build, EnvironmentMissingError when its engines are for another machine or there is no server to start,
+    EngineBuildError when it does not come up, or fails again and again.
     """
     if options.scheduler is not None:
         parse_scheduler(options.scheduler)
     check_device(build_dir)
+    options, front_end = confine(options, front_end)
     for number in stop_signals():
         signal.signal(number, _interrupt_once)
     try:
-        with TritonServer(build_dir, options) as server:
+        with TritonServer(build_dir, options) as server, _front_end_of(server, build_dir, front_end) as running:
             try:
+                if running is not None:
+                    on_event(f"OpenAI API: {running.url}/v1 (model {running.model_name}), live page: {running.url}/")
                 on_ready(server)
-                keep_alive(server, on_event)
+                keep_alive(server, on_event, running)
             except KeyboardInterrupt:
                 on_event(f"stopping: running requests have {options.drain_s:g} s; another signal stops at once")
                 _drain(server)
@@ -55,8 +64,25 @@ def serve(
         return
 
 
-def keep_alive(server: TritonServer, on_event: Callable[[str], None]) -> None:
-    """Watch a server that answers, and start it again when it fails.
+@contextlib.contextmanager
+def _front_end_of(
+    server: TritonServer, build_dir: Path, options: FrontEndOptions | None
+) -> Iterator[FrontEndProcess | None]:
+    if options is None:
+        yield None
+        return
+    with start_front_end(
+        build_dir,
+        options,
+        grpc_address=server.grpc_address,
+        metrics_url=server.metrics_url,
+        default_timeout_s=server.options.admission.default_timeout_s,
+    ) as running:
+        yield running
+
+
+def keep_alive(server: TritonServer, on_event: Callable[[str], None], front_end: FrontEndProcess | None = None) -> None:
+    """Watch a server that answers, and start it, or its front end, again when it fails.
 
     Raises EngineBuildError when that does not help. Otherwise only an exception ends it, such as KeyboardInterrupt.
     """
@@ -64,6 +90,9 @@ def keep_alive(server: TritonServer, on_event: Callable[[str], None]) -> None:
     restarts: deque[float] = deque()
     while True:
         time.sleep(_CHECK_INTERVAL_S)
+        if front_end is not None and front_end.has_died():
+            on_event("the front end failed and is started again")
+            front_end.restart()
         reason = server.fault()
         while reason is not None:
             server.kill()  # first: whoever waits for an answer gets an error now
