@@ -1,0 +1,64 @@
+"""Prompts from JSON lines, split into those that train and those that are held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dspark_trt.checkpoints.tokenizer import write_tokenizer
+from dspark_trt.errors import RequestError
+from dspark_trt.text import TextCodec
+
+
+@dataclass(frozen=True)
+class Prompt:
+    source: str  # the data set that it comes from; the file's name where the line does not say
+    text: str
+
+    @property
+    def is_held_out(self) -> bool:
+        """One prompt in twenty, chosen by its text, so that every script makes the same split in every run."""
+        return int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "little") % 20 == 0
+
+
+def read_prompts(files: Sequence[Path]) -> list[Prompt]:
+    """Each line is {"prompt": ..., "source": ...}; `source` may be left out. Equal prompts are kept once.
+
+    Raises RequestError, which names file and line, for anything else.
+    """
+    prompts: dict[str, Prompt] = {}
+    for file in files:
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                values = json.loads(line)
+                prompt = Prompt(str(values.get("source", file.stem)), values["prompt"])
+                if not isinstance(prompt.text, str):
+                    raise ValueError(f"prompt is of type {type(prompt.text).__name__}")
+            except (ValueError, KeyError, AttributeError) as error:
+                raise RequestError(
+                    f'{file}:{number}: expected an object {{"prompt": "...", "source": "..."}} ({error!r})'
+                ) from None
+            prompts.setdefault(prompt.text, prompt)
+    return list(prompts.values())
+
+
+def training_prompts(prompts: Sequence[Prompt], unseen_sources: Collection[str]) -> list[Prompt]:
+    """Neither held out nor of a source that training must never see."""
+    return [prompt for prompt in prompts if not prompt.is_held_out and prompt.source not in unseen_sources]
+
+
+def open_codec(target: str) -> TextCodec:
+    """The tokenizer and chat template of the target."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(target, Path(folder) / "tokenizer")
+        return TextCodec.load(Path(folder) / "tokenizer")
+
+
+def encode(codec: TextCodec, prompt: Prompt) -> list[int]:
+    return codec.encode_chat([{"role": "user", "content": prompt.text}])
