@@ -16,17 +16,21 @@ from dspark_trt.text import TextCodec
 
 @dataclass(frozen=True)
 class Prompt:
-    source: str  # the data set that it comes from; the file's name where the line does not say
+    source: str  # the data set or kind that it comes from; the file's name where the line does not say
     text: str
+    split: str | None = None  # "held_out", or anything else to train on it; None: by its text
 
     @property
     def is_held_out(self) -> bool:
-        """One prompt in twenty, chosen by its text, so that every script makes the same split in every run."""
+        """One prompt in twenty where the file does not say, by its text: every script makes the same split in every run."""
+        if self.split is not None:
+            return self.split == "held_out"
         return int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "little") % 20 == 0
 
 
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
-    """Each line is {"prompt": ..., "source": ...}; `source` may be left out. Equal prompts are kept once.
+    """Each line is {"prompt": ..., "source" or "kind": ..., "split": ...}; only `prompt` must be there. Equal prompts are
+    kept once. Lines end at line feeds alone: other separators of Unicode may stand inside a JSON string.
 
     Raises RequestError, which names file and line, for anything else.
     """
@@ -37,7 +41,8 @@ def read_prompts(files: Sequence[Path]) -> list[Prompt]:
                 continue
             try:
                 values = json.loads(line)
-                prompt = Prompt(str(values.get("source", file.stem)), values["prompt"])
+                source = values.get("source", values.get("kind", file.stem))
+                prompt = Prompt(str(source), values["prompt"], values.get("split"))
                 if not isinstance(prompt.text, str):
                     raise ValueError(f"prompt is of type {type(prompt.text).__name__}")
             except (ValueError, KeyError, AttributeError) as error:

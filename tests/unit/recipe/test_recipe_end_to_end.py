@@ -237,6 +237,15 @@ def test_prompts_are_split_by_their_text_and_unseen_sources_never_train(tmp_path
     assert Prompt("elsewhere", prompts[3].text).is_held_out == prompts[3].is_held_out
 
 
+def test_a_file_that_names_its_own_split_is_believed(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt": f"question {at}", "kind": "maths", "split": "held_out"}) for at in range(9)]
+    file.write_text("\n".join([*lines, json.dumps({"prompt": "last", "kind": "maths", "split": "fit"})]))
+    prompts = read_prompts([file])
+    assert {prompt.source for prompt in prompts} == {"maths"}
+    assert [prompt.is_held_out for prompt in prompts] == [True] * 9 + [False]
+
+
 @pytest.mark.parametrize("line", ["{", "[1]", '{"source": "a"}', '{"prompt": 3}'])
 def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
     file = tmp_path / "prompts.jsonl"
