@@ -36,8 +36,8 @@ class Answer:
 
 
 def save_answers(answers: Sequence[Answer], path: Path) -> None:
-    """Write a shard; nothing half-written stays."""
-    tensors = {name: torch.cat([getattr(answer, name) for answer in answers]) for name in _PER_POSITION}
+    """Write a shard, of no answer at all as well; nothing half-written stays."""
+    tensors = {name: torch.cat([getattr(answer, name) for answer in answers]) for name in _PER_POSITION if answers}
     tensors["num_positions"] = torch.tensor([len(answer.ids) for answer in answers])
     tensors["num_prompt_tokens"] = torch.tensor([answer.num_prompt_tokens for answer in answers])
     temporary = path.with_suffix(".partial")
@@ -48,6 +48,8 @@ def save_answers(answers: Sequence[Answer], path: Path) -> None:
 def load_answers(path: Path) -> list[Answer]:
     tensors = load_file(path)
     extents = tensors["num_positions"].tolist()
+    if not extents:
+        return []
     columns = [tensors[name].split(extents) for name in _PER_POSITION]
     prompts = tensors["num_prompt_tokens"].tolist()
     return [Answer(*values, num_prompt_tokens=prompt) for *values, prompt in zip(*columns, prompts, strict=True)]

@@ -9,9 +9,11 @@ anchor with k accepted drafts the next anchor is k + 1 further. All drafters see
 from __future__ import annotations
 
 import argparse
+import hashlib
 import itertools
 import json
 import random
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from recipe.batches import make_batch
 from recipe.drafter import Drafter, load_drafter, target_embedding
 from recipe.pausing import wait_while_exists
 from recipe.prompts import Prompt, encode, open_codec, read_prompts
+from recipe.script import run_script
 from recipe.target import Sampling, Target
 
 _ANCHORS_AT_ONCE = 64
@@ -86,29 +89,29 @@ def interval_of_difference(old: Sequence[torch.Tensor], new: Sequence[torch.Tens
     return [differences[int(0.025 * draws)], differences[int(0.975 * draws)]]
 
 
-def greedy_answers(options: argparse.Namespace, target: Target, prompts: Sequence[Prompt], tap_layers: Sequence[int],
-                   name: str) -> list[Answer]:  # fmt: skip
-    """Written and read in float32; kept in the folder `cache` for the next run."""
-    path = options.cache / f"evaluation-{name}-{len(prompts)}-{options.max_new_tokens}.safetensors"
+def greedy_answers(
+    options: argparse.Namespace, target: Target, prompts: Sequence[list[int]], tap_layers: Sequence[int]
+) -> list[Answer]:
+    """Written and read in float32; kept in the folder `cache` for the next run with the same target and prompts."""
+    key = repr((options.target, options.max_new_tokens, tuple(tap_layers), prompts))
+    path = options.cache / f"evaluation-{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
     if not path.exists():
-        codec = open_codec(options.target)
-        encoded = [
-            ids for ids in (encode(codec, prompt) for prompt in prompts) if len(ids) <= options.max_prompt_tokens
-        ]
-        sequences = target.write(encoded, Sampling(options.max_new_tokens, 0.0))
-        pairs = zip(encoded, sequences, strict=True)
+        sequences = target.write(
+            prompts, Sampling(options.max_new_tokens, 0.0), lambda: wait_while_exists(options.pause_file)
+        )
+        pairs = zip(prompts, sequences, strict=True)
         options.cache.mkdir(parents=True, exist_ok=True)
         save_answers([target.read(sequence, len(prompt), tap_layers) for prompt, sequence in pairs], path)
     return load_answers(path)
 
 
-def held_out(prompts: Sequence[Prompt], unseen_sources: Sequence[str], per_source: int) -> dict[str, list[Prompt]]:
+def held_out(prompts: Sequence[Prompt], unseen_sources: Sequence[str]) -> dict[str, list[Prompt]]:
     """By source; sources that training never sees count whole."""
     by_source: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         if prompt.is_held_out or prompt.source in unseen_sources:
             by_source.setdefault(prompt.source, []).append(prompt)
-    return {source: group[:per_source] for source, group in by_source.items()}
+    return by_source
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -119,12 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     read = [read_drafter(str(folder), checkpoint) for folder in options.drafters]
     drafters = [load_drafter(drafter, embedding).eval() for drafter in read]
     target = Target(checkpoint, torch.float32, "cpu")
-    groups = held_out(read_prompts(options.prompts), options.unseen_source, options.per_source)
-    for source, prompts in groups.items():
+    codec = open_codec(options.target)
+    for source, prompts in held_out(read_prompts(options.prompts), options.unseen_source).items():
         wait_while_exists(options.pause_file)
-        answers = greedy_answers(options, target, prompts, read[0].spec.target_layer_ids, source)
+        encoded = encode(codec, prompts, options.max_prompt_tokens)[: options.per_source]
+        if not encoded:
+            print(f"{source}: every prompt is longer than {options.max_prompt_tokens} tokens", file=sys.stderr)
+            continue
+        answers = greedy_answers(options, target, encoded, read[0].spec.target_layer_ids)
         for size, num_slots in itertools.product(options.draft_vocab or [len(embedding)], options.slots):
-            draft_vocab = torch.arange(size)
+            draft_vocab = torch.arange(min(size, len(embedding)))
             usable = [answer for answer in answers if len(answer.anchors(num_slots))]
             results = [
                 [acceptance(drafter, answer, num_slots, draft_vocab) for answer in usable] for drafter in drafters
@@ -166,4 +173,4 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -65,5 +65,7 @@ def open_codec(target: str) -> TextCodec:
         return TextCodec.load(Path(folder) / "tokenizer")
 
 
-def encode(codec: TextCodec, prompt: Prompt) -> list[int]:
-    return codec.encode_chat([{"role": "user", "content": prompt.text}])
+def encode(codec: TextCodec, prompts: Sequence[Prompt], max_tokens: int) -> list[list[int]]:
+    """The ids of each prompt as a chat of one message; longer ones are left out."""
+    encoded = (codec.encode_chat([{"role": "user", "content": prompt.text}]) for prompt in prompts)
+    return [ids for ids in encoded if len(ids) <= max_tokens]

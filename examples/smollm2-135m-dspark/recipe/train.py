@@ -26,6 +26,7 @@ from recipe.drafter import Drafter, load_drafter, target_embedding
 from recipe.losses import Losses, drafter_losses
 from recipe.pausing import wait_while_exists
 from recipe.saved import Progress, load_state, save_drafter, save_state
+from recipe.script import run_script
 
 _SLOT_COUNTS, _SLOT_SHARES = (2, 3, 4, 7), (2, 4, 3, 2)  # blocks as they will be used: short, now and then the full one
 _WARM_UP_STEPS, _FINAL_RATE = 30, 0.03
@@ -102,10 +103,16 @@ class Source:
     """Batches without end, from the shards of a folder."""
 
     def __init__(self, folder: Path, settings: Settings, mask_id: int) -> None:
+        """Raises RequestError when there are too few answers for a batch."""
         self.answers: list[Answer] = []
         self._folder, self._settings, self._mask_id = folder, settings, mask_id
         self._seen: set[Path] = set()
         self.read_new_shards()
+        if len(self.answers) < settings.answers_per_step:
+            raise RequestError(
+                f"{folder}: {len(self.answers)} answers with anchors enough, fewer than the {settings.answers_per_step} of a "
+                "step; write more with recipe.write_answers"
+            )
 
     def read_new_shards(self) -> None:
         usable = (
@@ -116,12 +123,10 @@ class Source:
         self.answers.extend(usable)
 
     def batches(self, seed: int) -> Iterator[Batch]:
-        """New shards are read at the start of every pass. Raises RequestError when there are too few answers."""
+        """New shards are read at the start of every pass."""
         order, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         while True:
             self.read_new_shards()
-            if len(self.answers) < self._settings.answers_per_step:
-                raise RequestError(f"{self._folder}: {len(self.answers)} answers are fewer than one batch; write more")
             for group in groups_by_length(self.answers, self._settings.answers_per_step, order):
                 num_slots = order.choices(_SLOT_COUNTS, _SLOT_SHARES)[0]
                 num_blocks = self._settings.slots_per_answer // num_slots
@@ -206,4 +211,4 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -14,16 +14,18 @@ from pathlib import Path
 import torch
 
 from dspark_trt.checkpoints.target import read_target
+from dspark_trt.errors import RequestError
 from recipe.answer import save_answers
 from recipe.pausing import wait_while_exists
-from recipe.prompts import Prompt, encode, open_codec, read_prompts, training_prompts
+from recipe.prompts import encode, open_codec, read_prompts, training_prompts
+from recipe.script import run_script
 from recipe.target import Sampling, Target
 
 _TEMPERATURES = (0.0, 0.3, 0.6, 0.8)  # most requests are greedy or mild
 _MIN_NEW_TOKENS = 16  # a shorter answer has hardly an anchor
 
 
-def shard_prompts(prompts: Sequence[Prompt], shard: int, count: int) -> list[Prompt]:
+def shard_prompts(prompts: Sequence[list[int]], shard: int, count: int) -> list[list[int]]:
     """The prompts of a shard: the list in another order in every pass through it."""
     chosen = []
     for draw in range(shard * count, (shard + 1) * count):
@@ -40,7 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     checkpoint, codec = read_target(options.target), open_codec(options.target)
     writer = Target(checkpoint, torch.bfloat16 if options.bfloat16 else torch.float32, options.device)
     reader = Target(checkpoint, torch.float32, options.device) if options.bfloat16 else writer
-    prompts = training_prompts(read_prompts(options.prompts), options.unseen_source)
+    chosen = training_prompts(read_prompts(options.prompts), options.unseen_source)
+    prompts = encode(codec, chosen, options.max_prompt_tokens)
+    if not prompts:
+        raise RequestError(
+            f"{len(chosen)} prompts may be trained on, and none has {options.max_prompt_tokens} tokens or fewer; give more "
+            "--prompts"
+        )
     for shard in range(options.first_shard, options.first_shard + options.shards):
         path = options.output / f"answers-{shard:05d}.safetensors"
         if path.exists():
@@ -48,8 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         wait_while_exists(options.pause_file)
         start = time.monotonic()
         torch.manual_seed(shard)
-        encoded = [encode(codec, prompt) for prompt in shard_prompts(prompts, shard, options.batch)]
-        encoded = [ids for ids in encoded if len(ids) <= options.max_prompt_tokens]
+        encoded = shard_prompts(prompts, shard, options.batch)
         sampling = Sampling(options.max_new_tokens, _TEMPERATURES[shard % len(_TEMPERATURES)])
         sequences = writer.write(encoded, sampling, lambda: wait_while_exists(options.pause_file))
         middle = time.monotonic()
@@ -92,4 +99,4 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)
