@@ -180,7 +180,8 @@ def test_the_reading_pass_gives_the_targets_taps_and_distribution(folders: tuple
     np.testing.assert_allclose(answer.log_sum_exp.numpy(), torch.from_numpy(output.logits).logsumexp(-1), atol=1e-3)
 
 
-def test_the_trained_module_drafts_what_the_reference_engine_drafts(folders: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("num_slots", [3, 7])
+def test_the_trained_module_drafts_what_the_reference_engine_drafts(folders: tuple[Path, Path], num_slots: int) -> None:
     checkpoint = read_target(str(folders[0]))
     spec = read_drafter(str(folders[1]), checkpoint)
     limits = EngineLimits(max_slots=1, max_seq_len=64, max_batch_tokens=64)
@@ -188,21 +189,21 @@ def test_the_trained_module_drafts_what_the_reference_engine_drafts(folders: tup
     random, past, anchor = np.random.default_rng(0), 9, 17
     taps = random.standard_normal((past, 64), dtype=np.float32)
     engine.ingest(IngestBatch(taps, np.array([0]), np.array([0]), np.array([past])))
-    uniforms = np.zeros((1, spec.spec.gamma), np.float32)
+    uniforms = np.zeros((1, num_slots), np.float32)
     wanted = engine.draft(
         DraftBatch(np.array([0]), np.array([anchor]), np.array([past]), np.zeros(1, np.float32), uniforms)
     )
     module = load_drafter(spec, target_embedding(checkpoint)).eval()
-    gamma, vocabulary = spec.spec.gamma, torch.arange(VOCABULARY)
+    vocabulary = torch.arange(VOCABULARY)
     block = BlockInput(
-        slot_ids=torch.tensor([[anchor] + [spec.spec.mask_token_id] * (gamma - 1)]),
-        slot_positions=past + torch.arange(gamma)[None],
+        slot_ids=torch.tensor([[anchor] + [spec.spec.mask_token_id] * (num_slots - 1)]),
+        slot_positions=past + torch.arange(num_slots)[None],
         taps=torch.from_numpy(taps)[None],
-        is_visible=torch.ones(1, 1, gamma, past + gamma, dtype=torch.bool),
+        is_visible=torch.ones(1, 1, num_slots, past + num_slots, dtype=torch.bool),
     )
     with torch.inference_mode():
         hidden, previous = module.hidden(block)[0], torch.tensor(anchor)
-        for slot in range(gamma):
+        for slot in range(num_slots):
             embedding = module.markov_embedding(previous)
             confidence = module.confidence_logits(hidden[slot], embedding)
             assert confidence.item() == pytest.approx(float(wanted.confidence_logits[0, slot]), abs=1e-3)
