@@ -1,4 +1,4 @@
-"""The whole recipe on a tiny pair: answers, two steps of training, a resumed third, evaluation; and its drafter's numbers."""
+"""The whole recipe on a tiny pair: answers, training, a resumed step, evaluation; and the numbers of its drafter."""
 
 from __future__ import annotations
 
@@ -181,9 +181,11 @@ def test_the_reading_pass_gives_the_targets_taps_and_distribution(folders: tuple
 
 
 @pytest.mark.parametrize("num_slots", [3, 7])
-def test_the_trained_module_drafts_what_the_reference_engine_drafts(folders: tuple[Path, Path], num_slots: int) -> None:
+def test_the_trained_module_drafts_what_the_reference_engine_drafts(
+    folders: tuple[Path, Path], tmp_path: Path, num_slots: int
+) -> None:
     checkpoint = read_target(str(folders[0]))
-    spec = read_drafter(str(folders[1]), checkpoint)
+    spec = read_drafter(str(write_drafter(tmp_path, folders[0], taps=(1, 2), gamma=num_slots)), checkpoint)
     limits = EngineLimits(max_slots=1, max_seq_len=64, max_batch_tokens=64)
     _, engine = open_reference_engines(checkpoint, spec, limits=limits)
     random, past, anchor = np.random.default_rng(0), 9, 17
