@@ -5,8 +5,11 @@ PY := $(VENV)/bin/python
 BUILD := build/smollm2
 TARGET := build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
 DRAFTER := examples/smollm2-135m-dspark
+PROMPTS ?= dspark_trt/calibration/prompts.jsonl
+MINUTES ?= 60
+RECIPE := build/recipe
 
-.PHONY: venv demo test lint clean system-packages
+.PHONY: venv demo drafter test lint clean system-packages
 
 venv: $(VENV)/.installed ## everything, into .venv
 
@@ -32,6 +35,14 @@ $(TARGET): | $(VENV)/.serving
 
 demo: system-packages $(TARGET) ## build, serve, chat, load-test and print the table
 	$(PY) perf/demo.py --target $(TARGET) --drafter $(DRAFTER) --output $(BUILD)
+
+drafter: venv $(TARGET) ## train the demonstration drafter further on PROMPTS for MINUTES, into build/recipe (see its README)
+	PYTHONPATH=$(DRAFTER) $(PY) -m recipe.write_answers --target $(TARGET) --prompts $(PROMPTS) --output $(RECIPE)/data \
+		--unseen-source humaneval mt-bench
+	PYTHONPATH=$(DRAFTER) $(PY) -m recipe.train --target $(TARGET) --start $(DRAFTER) --data $(RECIPE)/data \
+		--output $(RECIPE)/run --minutes $(MINUTES)
+	PYTHONPATH=$(DRAFTER) $(PY) -m recipe.evaluate --target $(TARGET) --drafters $(DRAFTER) $(RECIPE)/run/drafter \
+		--prompts $(PROMPTS) --unseen-source humaneval mt-bench --draft-vocab 8192 --cache $(RECIPE)/evaluation
 
 test: venv system-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included
 	$(PY) -m pytest
