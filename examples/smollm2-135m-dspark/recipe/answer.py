@@ -1,7 +1,7 @@
 """What is kept of one answer, and its place on disk.
 
-The target's logits at a position are `hidden @ head.T`; only the hidden state is stored, with the log-sum-exp over all ids,
-so that the loss needs no more than the rows of the head that are in the draft vocabulary.
+The target's logits at a position are `hidden @ head.T`; only the hidden state is stored, with the log-sum-exp over all
+ids, so that the loss needs no more than the rows of the head that are in the draft vocabulary.
 """
 
 from __future__ import annotations

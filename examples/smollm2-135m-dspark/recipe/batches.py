@@ -67,7 +67,8 @@ def make_batch(answers: Sequence[Answer], anchors: Sequence[torch.Tensor], num_s
 
 
 def visibility(starts: torch.Tensor, num_slots: int, num_positions: int) -> torch.Tensor:
-    """Anchors [B, A] -> [B, 1, S, P + S]: a slot sees the context below its anchor, and its own block in both directions."""
+    """Anchors [B, A] -> [B, 1, S, P + S]: a slot sees the context below its anchor, and its own block in both
+    directions."""
     num_blocks = starts.shape[1]
     context = torch.arange(num_positions) < starts.repeat_interleave(num_slots, dim=1)[..., None]
     block = torch.arange(num_blocks).repeat_interleave(num_slots)

@@ -10,7 +10,8 @@ from recipe.answer import Answer
 
 
 def most_written_ids(answers: Sequence[Answer], vocab_size: int, count: int) -> torch.Tensor:
-    """[C] ascending ids. Of ids written equally often the lower ones are taken: byte-pair ids are ordered by frequency."""
+    """[C] ascending ids. Of ids written equally often the lower ones are taken: byte-pair ids are ordered by
+    frequency."""
     written = torch.cat([answer.ids[answer.num_prompt_tokens :].long() for answer in answers])
     order = torch.bincount(written, minlength=vocab_size).argsort(descending=True, stable=True)
     return order[:count].sort().values

@@ -1,7 +1,7 @@
 """The drafter in PyTorch, for training: parameters are named as in DeepSpec's checkpoints (paper, section 3.1).
 
-Shape letters: `B` answers of a batch, `A` blocks of an answer, `n` slots of a block, `S` = A * n slots of an answer, `P` context
-positions, `D` hidden size, `V` vocabulary, `C` draft vocabulary, `r` Markov rank.
+Shape letters: `B` answers of a batch, `A` blocks of an answer, `n` slots of a block, `S` = A * n slots of an answer,
+`P` context positions, `D` hidden size, `V` vocabulary, `C` draft vocabulary, `r` Markov rank.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Drafter(nn.Module):
         is_known = spec.markov_head_type == "vanilla" and spec.markov_rank and spec.is_confidence_with_markov
         if not is_known or not spec.has_confidence_bias or spec.has_own_embedding or spec.has_own_head:
             raise CheckpointError(
-                "the recipe trains drafters with a vanilla Markov head, a confidence head with Markov input and bias, and "
+                "the recipe trains drafters with a vanilla Markov head, a confidence head with Markov input and "
+                "bias, and "
                 f"the target's own embedding and head; found {spec}"
             )
         decoder, width = spec.decoder, spec.decoder.hidden_size
@@ -72,7 +73,8 @@ class Drafter(nn.Module):
         return cast(torch.Tensor, self.markov_head["markov_w1"](previous_ids))
 
     def logits(self, hidden: torch.Tensor, previous: torch.Tensor, draft_vocab: torch.Tensor) -> torch.Tensor:
-        """Base logits plus Markov bias (eq. 4-6) over `draft_vocab` [C]: hidden [..., D], previous [..., r] -> [..., C]."""
+        """Base logits plus Markov bias (eq. 4-6) over `draft_vocab` [C]: hidden [..., D], previous [..., r] -> [...,
+        C]."""
         head = cast(torch.Tensor, self.embedding)[draft_vocab]
         bias = cast(nn.Linear, self.markov_head["markov_w2"]).weight[draft_vocab]
         return functional.linear(hidden, head) + functional.linear(previous, bias)

@@ -2,8 +2,9 @@
 
     python -m recipe.evaluate --target MODEL.gguf --drafters OLD NEW --prompts PROMPTS.jsonl --cache FOLDER
 
-Drafts are compared with the answer itself, which is what greedy decoding would commit, so no decoding loop is needed: from an
-anchor with k accepted drafts the next anchor is k + 1 further. All drafters see the same answers in the same run.
+Drafts are compared with the answer itself, which is what greedy decoding would commit, so no decoding loop is needed:
+from an anchor with k accepted drafts the next anchor is k + 1 further. All drafters see the same answers in the same
+run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The losses of the paper: 0.1 cross-entropy + 0.9 total variation + cross-entropy of the confidence, weighted by position.
+"""The losses of the paper: 0.1 cross-entropy + 0.9 total variation + cross-entropy of the confidence, weighted by
+position.
 
-Distributions are over the draft vocabulary of C ids. The target's are exact there, because its log-sum-exp over all V ids
-is known; what it gives to other ids is probability that no draft can meet.
+Distributions are over the draft vocabulary of C ids. The target's are exact there, because its log-sum-exp over all V
+ids is known; what it gives to other ids is probability that no draft can meet.
 
 Shape letters: `n` slots of a block, the last dimension of everything per slot; `...` blocks.
 """

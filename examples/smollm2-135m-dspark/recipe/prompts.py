@@ -22,15 +22,16 @@ class Prompt:
 
     @property
     def is_held_out(self) -> bool:
-        """One prompt in twenty where the file does not say, by its text: every script makes the same split in every run."""
+        """One prompt in twenty where the file does not say, by its text: every script makes the same split in every
+        run."""
         if self.split is not None:
             return self.split == "held_out"
         return int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "little") % 20 == 0
 
 
 def read_prompts(files: Sequence[Path]) -> list[Prompt]:
-    """Each line is {"prompt": ..., "source" or "kind": ..., "split": ...}; only `prompt` must be there. Equal prompts are
-    kept once. Lines end at line feeds alone: other separators of Unicode may stand inside a JSON string.
+    """Each line is {"prompt": ..., "source" or "kind": ..., "split": ...}; only `prompt` must be there. Equal prompts
+    are kept once. Lines end at line feeds alone: other separators of Unicode may stand inside a JSON string.
 
     Raises RequestError, which names file and line, for anything else.
     """

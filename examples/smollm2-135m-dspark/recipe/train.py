@@ -110,7 +110,8 @@ class Source:
         self.read_new_shards()
         if len(self.answers) < settings.answers_per_step:
             raise RequestError(
-                f"{folder}: {len(self.answers)} answers with anchors enough, fewer than the {settings.answers_per_step} of a "
+                f"{folder}: {len(self.answers)} answers with anchors enough, fewer than the "
+                f"{settings.answers_per_step} of a "
                 "step; write more with recipe.write_answers"
             )
 

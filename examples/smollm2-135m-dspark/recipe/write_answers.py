@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = encode(codec, chosen, options.max_prompt_tokens)
     if not prompts:
         raise RequestError(
-            f"{len(chosen)} prompts may be trained on, and none has {options.max_prompt_tokens} tokens or fewer; give more "
+            f"{len(chosen)} prompts may be trained on, and none has {options.max_prompt_tokens} tokens or fewer; "
+            f"give more "
             "--prompts"
         )
     for shard in range(options.first_shard, options.first_shard + options.shards):
