@@ -13,16 +13,14 @@ import numpy as np
 
 from dspark_trt.building.context import Context
 from dspark_trt.building.drafter_choice import Asked, Evidence, candidates, choose, evidence_of
+from dspark_trt.building.loops import UnpricedLoops
 from dspark_trt.calibration.prompts import packaged_prompts
 from dspark_trt.calibration.run import record_blocks
 from dspark_trt.contract import bindings
-from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.protocol import DraftEngine, TargetBatch, TargetEngine
-from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.log import Progress
-from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from dspark_trt.text import TextCodec
 
 FORM_FILE = "drafter_form.json"
@@ -93,18 +91,7 @@ def _evidence(context: Context, folder: Path, progress: Progress) -> Evidence:
     codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
     gamma = drafter.gamma
 
-    def make_loop(scheduler: SchedulerConfig, on_verified: OnVerified) -> DecodingLoop:
-        return DecodingLoop(
-            target=target,
-            drafter=drafter,
-            step_table=None,
-            calibration=Calibration.from_temperatures([1.0] * gamma),
-            eos_token_ids=context.target.spec.eos_token_ids,
-            decode=codec.decode,
-            scheduler=scheduler,
-            on_verified=on_verified,
-        )
-
+    make_loop = UnpricedLoops(target, drafter, codec.decode, context.target.spec.eos_token_ids)
     recorder = record_blocks(
         make_loop,
         codec.encode_prompt,

@@ -10,7 +10,9 @@ from typing import Any
 
 from dspark_trt.building.context import Context
 from dspark_trt.building.drafter_graphs import write_drafter
+from dspark_trt.building.host_time import with_host_time
 from dspark_trt.building.interrupts import deferred_interrupt
+from dspark_trt.building.loops import UnpricedLoops
 from dspark_trt.calibration.file import CALIBRATION_FILE
 from dspark_trt.calibration.prompts import packaged_prompts
 from dspark_trt.calibration.run import calibrate
@@ -18,8 +20,6 @@ from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
-from dspark_trt.contract.calibration import Calibration
-from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import open_engines
 from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
@@ -32,7 +32,6 @@ from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
 from dspark_trt.packaging.model_repo import write_model_repo
-from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from dspark_trt.steptable.profile import profile
 from dspark_trt.text import TextCodec
 
@@ -136,7 +135,8 @@ def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
         num_warm_ups=NUM_WARM_UPS_ON_A_DEVICE if context.is_on_device else 1,
         is_padded=context.is_on_device,
     )
-    table.save(folder / "step_table.json")
+    codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
+    with_host_time(table, UnpricedLoops(engines.target, engines.drafter, codec.decode)).save(folder / "step_table.json")
 
 
 def _check_can_measure(context: Context) -> None:
@@ -165,18 +165,7 @@ def _make_calibration(context: Context, folder: Path, progress: Progress) -> Non
     engines = open_engines(context.output)
     codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
 
-    def make_loop(scheduler: SchedulerConfig, on_verified: OnVerified) -> DecodingLoop:
-        return DecodingLoop(
-            target=engines.target,
-            drafter=engines.drafter,
-            step_table=None,
-            calibration=Calibration.from_temperatures([1.0] * gamma),
-            eos_token_ids=context.target.spec.eos_token_ids,
-            decode=codec.decode,
-            scheduler=scheduler,
-            on_verified=on_verified,
-        )
-
+    make_loop = UnpricedLoops(engines.target, engines.drafter, codec.decode, context.target.spec.eos_token_ids)
     calibrate(
         make_loop,
         codec.encode_prompt,
@@ -243,7 +232,7 @@ STAGES = (
     Stage(
         name="steptable",
         predecessors=("engines",),
-        packages=lambda context: ("dspark_trt.steptable", *_timed_code(context)),
+        packages=lambda context: ("dspark_trt.steptable", "dspark_trt.runtime", *_timed_code(context)),
         settings=_measured_on,
         make=_make_steptable,
     ),

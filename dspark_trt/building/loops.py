@@ -1,0 +1,33 @@
+"""Decoding loops over a build's engines before its step table and calibration are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.protocol import DraftEngine, TargetEngine
+from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.runtime.loop import DecodingLoop, OnVerified
+
+
+@dataclass(frozen=True, slots=True)
+class UnpricedLoops:
+    """Makes loops in modes that price no steps, with confidences as the drafter gives them."""
+
+    target: TargetEngine
+    drafter: DraftEngine
+    decode: Callable[[Sequence[int]], str]
+    eos_token_ids: Sequence[int] = ()
+
+    def __call__(self, scheduler: SchedulerConfig, on_verified: OnVerified | None = None) -> DecodingLoop:
+        return DecodingLoop(
+            target=self.target,
+            drafter=self.drafter,
+            step_table=None,
+            calibration=Calibration.from_temperatures([1.0] * self.drafter.gamma),
+            eos_token_ids=self.eos_token_ids,
+            decode=self.decode,
+            scheduler=scheduler,
+            on_verified=on_verified,
+        )
