@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dspark_trt.building import backends, context
@@ -94,7 +95,7 @@ def test_directory_is_that_of_the_cpu_path_and_says_what_it_is_for(finished: Pat
     table = description["step_table"]
     assert table["provenance"]["gpu"]["name"] == "NVIDIA L40S"
     assert "torch" in table["provenance"]["versions"]
-    assert all(milliseconds > 0 for milliseconds in table["draft_ms"])
+    assert np.min(np.array(table["draft_ms"])[..., -1]) > 0  # of whole blocks; none costs nothing
     scheduler = (finished / "triton_model_repo" / "dspark" / "config.pbtxt").read_text()
     assert "lagged_budget" in scheduler
 

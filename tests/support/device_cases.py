@@ -17,6 +17,7 @@ import torch
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
+from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.device.engines import DeviceEngines
@@ -82,7 +83,7 @@ def decode(target: Any, drafter: Any, step: Any, scheduler: SchedulerConfig) -> 
         drafter=drafter,
         step_engine=step,
         step_table=MODERATE,
-        temperatures=[1.0] * drafter.gamma,
+        calibration=Calibration.from_temperatures([1.0] * drafter.gamma),
         eos_token_ids=[],
         decode=lambda ids: "".join(chr(65 + token % 26) for token in ids),
         scheduler=scheduler,
