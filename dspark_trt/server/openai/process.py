@@ -131,6 +131,13 @@ def start_front_end(
             front_end.stop()
 
 
+def check_front_end(build_dir: Path, options: FrontEndOptions) -> None:
+    """Find what would keep a front end from starting before a server is started. Raises as `start_front_end`."""
+    check_packages()
+    make_settings(build_dir, options, grpc_address="", metrics_url="", default_timeout_s=DEFAULT_TIMEOUT_S)
+    listen(options).close()
+
+
 def check_packages() -> None:
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
