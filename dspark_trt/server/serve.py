@@ -16,7 +16,7 @@ from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.engines.open import check_device
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.server.exposure import confine
-from dspark_trt.server.openai.process import FrontEndProcess, start_front_end
+from dspark_trt.server.openai.process import FrontEndProcess, check_front_end, start_front_end
 from dspark_trt.server.openai.settings import FrontEndOptions
 from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.signals import stop_signals
@@ -48,6 +48,8 @@ def serve(
         parse_scheduler(options.scheduler)
     check_device(build_dir)
     options, front_end = confine(options, front_end)
+    if front_end is not None:
+        check_front_end(build_dir, front_end)
     for number in stop_signals():
         signal.signal(number, _interrupt_once)
     try:

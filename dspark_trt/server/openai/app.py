@@ -21,10 +21,11 @@ from dspark_trt.server.openai.errors import ApiError, ClientGoneError, internal
 from dspark_trt.server.openai.jobs import Prompt, chat_prompt, completion_prompt, make_jobs, timeout_s
 from dspark_trt.server.openai.live import Metrics
 from dspark_trt.server.openai.pieces import run
-from dspark_trt.server.openai.requests import ChatRequest, CompletionRequest, read_request, unknown_model
+from dspark_trt.server.openai.requests import ChatRequest, CompletionRequest
 from dspark_trt.server.openai.responses import EventStream, first_event, while_connected
 from dspark_trt.server.openai.settings import FrontEndSettings
 from dspark_trt.server.openai.triton import Models
+from dspark_trt.server.openai.validation import read_request, unknown_model
 from dspark_trt.text import TextCodec
 
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"

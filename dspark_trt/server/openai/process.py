@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import socket
 import ssl
 import subprocess
@@ -23,6 +24,18 @@ _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 _MIN_LIFE_S = 2.0  # between two starts: a front end that cannot live does not keep the machine busy
 _BACKLOG = 512
+_ENVIRONMENT = (  # that the process needs: no tokens and keys of others
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONHOME",
+    "PYTHONPATH",
+    "HOME",
+    "TMPDIR",
+    "LANG",
+    "LC_ALL",
+    "LC_CTYPE",
+    "TZ",
+)
 _PACKAGES = ("fastapi", "uvicorn", "tritonclient")
 
 
@@ -51,6 +64,7 @@ class FrontEndProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "dspark_trt.server.openai", str(self._listener.fileno())],
             stdin=subprocess.PIPE,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             pass_fds=[self._listener.fileno()],
             start_new_session=True,  # a terminal's signals are for `serve`
         )
@@ -129,6 +143,13 @@ def start_front_end(
             yield front_end
         finally:
             front_end.stop()
+
+
+def check_front_end(build_dir: Path, options: FrontEndOptions) -> None:
+    """Find what would keep a front end from starting before a server is started. Raises as `start_front_end`."""
+    check_packages()
+    make_settings(build_dir, options, grpc_address="", metrics_url="", default_timeout_s=DEFAULT_TIMEOUT_S)
+    listen(options).close()
 
 
 def check_packages() -> None:

@@ -6,7 +6,7 @@ refused.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -18,7 +18,6 @@ from pydantic import (
     model_validator,
 )
 
-from dspark_trt.server.openai.errors import ApiError
 from dspark_trt.server.openai.settings import MAX_CHOICES
 from dspark_trt.serving.limits import (
     MAX_BAD_WORD_CHARACTERS,
@@ -29,7 +28,6 @@ from dspark_trt.serving.limits import (
     MAX_STOP_WORDS,
     MAX_TIMEOUT_MS,
     MIN_PRIORITY,
-    shorten,
 )
 
 MAX_INT32 = 2**31 - 1
@@ -40,7 +38,6 @@ StopWord = Annotated[str, Field(max_length=MAX_STOP_WORD_CHARACTERS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
-Request = TypeVar("Request", bound="GenerationFields")
 
 
 class _Strict(BaseModel):
@@ -215,43 +212,7 @@ class CompletionRequest(GenerationFields):
         return self.logprobs is not None
 
 
-def read_request(kind: type[Request], body: dict[str, Any], model_name: str) -> Request:
-    """Raises ApiError that names the first field which is not acceptable, or the model that is not here."""
-    try:
-        request = kind.model_validate(body)
-    except ValidationError as error:
-        raise _refusal(error) from None
-    if request.model is not None and request.model != model_name:
-        raise unknown_model(request.model, model_name)
-    return request
-
-
-def unknown_model(found: str, model_name: str) -> ApiError:
-    return ApiError(
-        404,
-        f"the model {shorten(found)} does not exist; this server has {model_name!r}",
-        kind="not_found_error",
-        param="model",
-        code="model_not_found",
-    )
-
-
 def _refuse_alternatives(value: int | None) -> int | None:
     if value:
         raise ValueError(f"expected 0, found {value}: alternatives to the chosen token are not served")
     return value
-
-
-def _refusal(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False)[0]
-    param = next((part for part in first["loc"] if isinstance(part, str)), None)
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"][:2]).lstrip(".")
-    if first["type"] == "extra_forbidden":
-        return ApiError(400, f"unknown field {shorten(place)}", param=param, code="unknown_parameter")
-    if first["type"] == "missing":
-        return ApiError(400, f"{place}: a required field is missing", param=param, code="missing_required_parameter")
-    message = first["msg"].removeprefix("Value error, ")
-    if param is None:  # of a check of several fields, which begins with the name of one
-        return ApiError(400, message, param=message.partition(":")[0])
-    found = "" if first["type"] == "value_error" else f", found {shorten(first['input'])}"
-    return ApiError(400, f"{param}: {message}{found}", param=param, code="invalid_value")

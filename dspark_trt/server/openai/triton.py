@@ -25,6 +25,7 @@ from dspark_trt.server.openai.errors import ApiError, of_engine, of_text
 _CHANNEL = [  # the server may be started again: look for it soon
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_http_proxy", 0),  # our own server is behind no proxy
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
 ]

@@ -8,7 +8,8 @@ import pytest
 
 from dspark_trt.server.openai.errors import ApiError
 from dspark_trt.server.openai.messages import chat_messages
-from dspark_trt.server.openai.requests import ChatRequest, CompletionRequest, read_request
+from dspark_trt.server.openai.requests import ChatRequest, CompletionRequest
+from dspark_trt.server.openai.validation import read_request
 
 HI = [{"role": "user", "content": "Hi"}]
 
