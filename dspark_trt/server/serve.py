@@ -50,8 +50,8 @@ def serve(
     options, front_end = confine(options, front_end)
     if front_end is not None:
         check_front_end(build_dir, front_end)
-    for number in stop_signals():
-        signal.signal(number, _interrupt_once)
+    is_impatient = threading.Event()
+    _begin_the_end_at_a_signal(is_impatient)
     try:
         with TritonServer(build_dir, options) as server, _front_end_of(server, build_dir, front_end) as running:
             try:
@@ -61,7 +61,7 @@ def serve(
                 keep_alive(server, on_event, running)
             except KeyboardInterrupt:
                 on_event(f"stopping: running requests have {options.drain_s:g} s; another signal stops at once")
-                _drain(server)
+                _drain(server, is_impatient)
     except KeyboardInterrupt:  # while it started
         return
 
@@ -121,18 +121,20 @@ def keep_alive(server: TritonServer, on_event: Callable[[str], None], front_end:
                 reason = str(error)
 
 
-def _drain(server: TritonServer) -> None:
-    is_impatient = threading.Event()
-    for number in stop_signals():
-        signal.signal(number, lambda *_: is_impatient.set())
+def _drain(server: TritonServer, is_impatient: threading.Event) -> None:
     server.drain(is_impatient.is_set)
     for number in stop_signals():  # for good: this process is about to end, and shall end with its own exit code
         signal.signal(number, signal.SIG_IGN)
     server.kill()
 
 
-def _interrupt_once(number: int, frame: FrameType | None) -> None:
-    """The first signal begins the end; what follows is for `_drain`, and none may interrupt the clean-up."""
-    for ending in stop_signals():
-        signal.signal(ending, lambda *_: None)
-    raise KeyboardInterrupt
+def _begin_the_end_at_a_signal(is_impatient: threading.Event) -> None:
+    """The first signal raises KeyboardInterrupt; those that follow set `is_impatient`, and interrupt no clean-up."""
+
+    def begin(number: int, frame: FrameType | None) -> None:
+        for ending in stop_signals():
+            signal.signal(ending, lambda *_: is_impatient.set())
+        raise KeyboardInterrupt
+
+    for number in stop_signals():
+        signal.signal(number, begin)
