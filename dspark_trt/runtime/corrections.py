@@ -24,9 +24,11 @@ LAG_STEPS = 2
 TIME_RATE = 0.05  # of the distance in log time, a step
 MAX_TIME_STEP = 0.01  # one observation moves a price by at most so much, in log time
 MAX_TIME_FACTOR = 2.0
-ACCEPTANCE_RATE = 0.02  # of the difference between seen and expected acceptance, in logits
+ACCEPTANCE_RATE = 0.03  # of the difference between seen and expected acceptance, in logits
 MAX_ACCEPTANCE_SHIFT = 1.5  # logits
-HOST_START_MS = 0.2  # where a table has no host time yet
+REALISED_DECAY = 0.99  # of what drafting steps have brought, a step
+REALISED_PRIOR_STEPS = 30.0  # steps that went as expected, before any is seen
+REALISED_BOUNDS = (0.8, 1.05)
 
 Seen = TypeVar("Seen")
 
@@ -104,3 +106,33 @@ class AcceptanceCorrection:
         for regime, of_regime in enumerate((is_greedy, ~is_greedy)):
             self.shifts[regime, :num_slots] += ACCEPTANCE_RATE * surprise[of_regime].sum(axis=0)
         np.clip(self.shifts, -MAX_ACCEPTANCE_SHIFT, MAX_ACCEPTANCE_SHIFT, out=self.shifts)
+
+
+class RealisedGain:
+    """Tokens that drafting steps brought, over those expected of them, for request counts between two powers of two.
+
+    Choosing the most promising of many choices overestimates it; this takes back what the choice does not keep.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, tuple[float, float]] = {}  # tokens seen, tokens expected
+        self._lagged: _Lagged[tuple[int, float, float]] = _Lagged(self._move)
+
+    def factor(self, num_requests: int) -> float:
+        """What an expectation is worth."""
+        seen, expected = self._sums.get(num_requests.bit_length(), (0.0, 0.0))
+        prior = REALISED_PRIOR_STEPS * num_requests
+        low, high = REALISED_BOUNDS
+        return min(max((seen + prior) / (expected + prior), low), high)
+
+    def observe(self, num_requests: int, *, seen: float, expected: float) -> None:
+        """Tokens of a step that drafted."""
+        self._lagged.add((num_requests.bit_length(), seen, expected))
+
+    def advance(self) -> None:
+        self._lagged.advance()
+
+    def _move(self, observed: tuple[int, float, float]) -> None:
+        key, seen, expected = observed
+        old_seen, old_expected = self._sums.get(key, (0.0, 0.0))
+        self._sums[key] = (REALISED_DECAY * old_seen + seen, REALISED_DECAY * old_expected + expected)

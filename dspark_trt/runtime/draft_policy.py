@@ -1,14 +1,15 @@
 """Decides, before anything is drafted, how many slots are drafted and for which requests:
 never slower than not drafting.
 
-Shape letters: `R` requests that decode, `L` remembered blocks, `G` gamma. Source: DESIGN section 7.
+Shape letters: `R` requests that decode, `Q` blocks expected of a request, `G` gamma. Source: DESIGN section 7.
 
 Everything it reads is past: survivals of blocks at least two steps old, prices, caps. Drafting is worth its time where
 
     max over K of  tau(K) / (host + draft + step(P + R + K))   >   R / (host + step(P + R))
 
-tau(K) pools the remembered blocks of all requests that would draft: the K L best of their L blocks, spread over L
-steps, is what a scheduler that sees fresh confidences can expect. Requests whose drafts fail are left out first.
+tau(K) pools the Q equally likely blocks of each request that would draft: the K Q best drafts of them, spread over Q
+steps, are what a scheduler that sees fresh confidences can expect. Requests whose drafts fail are left out first. What
+drafting steps really brought, against what was expected of them, corrects the comparison.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.runtime.corrections import RealisedGain
 from dspark_trt.runtime.prices import StepPrices
-from dspark_trt.runtime.survival_history import NUM_REMEMBERED, Ints, SurvivalHistory
+from dspark_trt.runtime.survival_history import NUM_QUANTILES, Ints, SurvivalHistory
 
 MIN_GAIN = 0.01  # expected throughput must rise by so much before drafting begins
 EXPLORATION_SHARE = 0.005  # of the time of steps goes into looking again at drafts that are not worth it now
@@ -48,7 +50,7 @@ class DraftChoice:
     num_slots: int  # n; 0: nobody drafts
     is_drafting: NDArray[np.bool_]  # [R]
     is_explored: NDArray[np.bool_]  # [R] drafts in order to learn: verified at its cap
-    expected_gain: float = 1.0  # expected throughput over that of a step that does not draft
+    tokens_per_ms: float = 0.0  # expected of the step; 0: nobody drafts
 
     @classmethod
     def nobody(cls, num_requests: int) -> DraftChoice:
@@ -66,6 +68,7 @@ class DraftPolicy:
         self._prices = prices
         self._history = history
         self._slot_counts = slot_counts
+        self.realised = RealisedGain()
         self._credit_ms = 0.0
         self._num_steps = 0
         self._seen_at = np.zeros(num_rows, dtype=np.int64)  # the step in which a row's drafts were verified last
@@ -99,7 +102,7 @@ class DraftPolicy:
     def _best(self, step: Decoding) -> DraftChoice:
         """The choice of greatest expected throughput."""
         num_requests, gamma = len(step.rows), self._slot_counts[-1]
-        survival = self._history.remembered(step.rows, step.generations)[:, :, :gamma].copy()  # [R, L, G]
+        survival = self._history.expected(step.rows, step.generations)[:, :, :gamma]  # [R, Q, G]
         survival *= (np.arange(gamma) < step.caps[:, None])[:, None, :]
         gains = survival.mean(axis=1)  # [R, G]
         order = np.argsort(-gains.sum(axis=1), kind="stable")
@@ -109,14 +112,15 @@ class DraftPolicy:
         plain = num_requests / float(steps_ms[0])
         was_drafting = self._last is not None and self._last.num_slots > 0
         threshold = plain * (1.0 if was_drafting else 1.0 + MIN_GAIN)
-        best, best_slots, best_count = threshold, 0, 0
+        # what is expected is compared by what it has been worth so far
+        best, best_slots, best_count = threshold / self.realised.factor(num_requests), 0, 0
         for count in sorted({len(order), *(len(order) * part // 4 for part in (1, 2, 3)), min(1, len(order))} - {0}):
             chosen = order[:count]
             pending = int(step.num_pending[chosen].sum())
             host = self._prices.drafting_host(count)
             for num_slots in self._slot_counts:
                 values = -np.sort(-survival[chosen, :, :num_slots], axis=None)
-                tokens = num_requests + np.cumsum(values)[NUM_REMEMBERED - 1 :: NUM_REMEMBERED] / NUM_REMEMBERED
+                tokens = num_requests + np.cumsum(values)[NUM_QUANTILES - 1 :: NUM_QUANTILES] / NUM_QUANTILES
                 cost = steps_ms[1 : len(tokens) + 1] + (self._prices.draft(count, num_slots, context, pending) + host)
                 throughput = float((tokens / cost).max())
                 if throughput > best:
@@ -125,7 +129,7 @@ class DraftPolicy:
             return DraftChoice.nobody(num_requests)
         is_drafting = np.zeros(num_requests, dtype=np.bool_)
         is_drafting[order[:best_count]] = True
-        return DraftChoice(best_slots, is_drafting, np.zeros(num_requests, dtype=np.bool_), best / plain)
+        return DraftChoice(best_slots, is_drafting, np.zeros(num_requests, dtype=np.bool_), best)
 
     def _explore(self, step: Decoding, choice: DraftChoice) -> DraftChoice:
         """Add the request whose drafts were seen longest ago, when enough time has been saved up for it."""
@@ -154,4 +158,4 @@ class DraftPolicy:
         self._credit_ms = 0.0
         is_drafting, is_explored = choice.is_drafting.copy(), choice.is_explored.copy()
         is_drafting[explored] = is_explored[explored] = True
-        return DraftChoice(num_slots, is_drafting, is_explored, choice.expected_gain)
+        return DraftChoice(num_slots, is_drafting, is_explored)

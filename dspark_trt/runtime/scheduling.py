@@ -67,18 +67,23 @@ class Scheduling:
         )
         self._max_verify_len = self.config.max_verify_len(gamma)
         self._confidence: NDArray[np.float64] | None = None
+        self._choice: DraftChoice | None = None
 
     def begin_step(self) -> None:
         """What was seen two steps ago counts from now on."""
         self.times.advance()
         self.acceptance.advance()
         self.prefixes.advance()
+        if self._policy is not None:
+            self._policy.realised.advance()
         self._confidence = None
+        self._choice = None
 
     def who_drafts(self, decoding: Decoding) -> DraftChoice:
         """Fixed before anything is drafted."""
         if self._policy is not None:
-            return self._policy.choose(decoding)
+            self._choice = self._policy.choose(decoding)
+            return self._choice
         everybody = np.ones(len(decoding.rows), dtype=np.bool_)
         return DraftChoice(self._max_verify_len, everybody, ~everybody)
 
@@ -120,6 +125,9 @@ class Scheduling:
         draft = plan.draft_ms(self.prices, record.num_ingested_tokens)
         host = self.prices.host(plan.num_segments)
         record.expected_ms = verify + draft + host + self.prices.drafting_host(drafting)
+        if self._policy is not None and self._choice is not None and self._choice.tokens_per_ms and not plan.prefill:
+            expected = self._choice.tokens_per_ms * record.expected_ms
+            self._policy.realised.observe(len(plan.decode), seen=record.num_tokens_emitted, expected=expected)
         self.times.observe("verify", plan.num_segments, expected_ms=verify, seen_ms=record.verify_ms)
         if drafting:
             seen = record.draft_ms + record.ingest_ms

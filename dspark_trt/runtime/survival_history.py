@@ -1,9 +1,13 @@
 """What the scheduler knows of a request from its past: survivals of blocks that are at least two steps old.
 
-Shape letters: `R` requests, `G` gamma, `L` remembered blocks. Source: paper section 5.2.
+Shape letters: `R` requests, `G` gamma, `Q` quantiles. Source: paper section 5.2.
 
 A step reads, then hands in its own survivals with `record`; what it reads is two steps old. Rows carry the generation
 of their occupant, so that nobody inherits a predecessor's data.
+
+What is expected of a request is its own mean, pulled towards that of all requests while it is known little: a request
+that looks good after a few blocks is less good than it looks. How blocks spread around a mean is taken from all
+requests' blocks.
 """
 
 from __future__ import annotations
@@ -15,35 +19,42 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 LAG_STEPS = 2
-NUM_REMEMBERED = 4  # L: blocks of one request
-NUM_POOLED = 64  # blocks of all requests, from which a new request's are guessed
+NUM_QUANTILES = 8  # Q
+NUM_POOLED = 32  # blocks of all requests
+MEMORY_DECAY = 0.95  # of a request's own blocks, a block
+POOL_WEIGHT = 4.0  # blocks that the mean of all requests counts for
+_TINY = 1e-6
 
 
 class SurvivalHistory:
-    """Survivals per KV row: of the last two steps, waiting, and of the blocks before them, remembered."""
+    """Survivals per KV row: of the last two steps, waiting, and of all blocks before them, summed up."""
 
     def __init__(self, *, num_rows: int, gamma: int, prior: Floats) -> None:
         """`prior` [G]: mean survival of slot j before anything is known."""
         self._waiting = np.ones((LAG_STEPS, num_rows, gamma))
         self._waiting_generation = np.full((LAG_STEPS, num_rows), -1, dtype=np.int64)  # -1: nothing was drafted
         self._oldest = 0
-        self._remembered = np.zeros((num_rows, NUM_REMEMBERED, gamma))
-        self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self._sums = np.zeros((num_rows, gamma))
+        self._weights = np.zeros(num_rows)
         self._generation = np.full(num_rows, -1, dtype=np.int64)
-        self._pool = np.tile(prior, (NUM_POOLED, 1))
+        self._pool = _spread(prior, NUM_POOLED)
         self._num_pooled = 0
-        self._guess = np.tile(prior, (NUM_REMEMBERED, 1))
+        self._typical = _quantiles(self._pool)  # [Q, G]
 
     def stale(self, rows: Ints, generations: Ints) -> Floats:
         """Survivals of two steps ago; 1 where the occupant had none. [R, G]"""
         is_known = self._waiting_generation[self._oldest, rows] == generations
         return np.where(is_known[:, None], self._waiting[self._oldest, rows], 1.0)
 
-    def remembered(self, rows: Ints, generations: Ints) -> Floats:
-        """Survivals of the last L blocks of each request, guessed from all requests' where it had fewer. [R, L, G]"""
-        num_blocks = np.where(self._generation[rows] == generations, self._num_blocks[rows], 0)
-        is_known = np.arange(NUM_REMEMBERED) < num_blocks[:, None]
-        return np.where(is_known[:, :, None], self._remembered[rows], self._guess)
+    def expected(self, rows: Ints, generations: Ints) -> Floats:
+        """Q equally likely blocks of each request. [R, Q, G]"""
+        typical = self._typical.mean(axis=0)
+        is_known = (self._generation[rows] == generations)[:, None]
+        sums = np.where(is_known, self._sums[rows], 0.0)
+        weights = np.where(is_known, self._weights[rows, None], 0.0)
+        means = (sums + POOL_WEIGHT * typical) / (weights + POOL_WEIGHT)  # [R, G]
+        scaled: Floats = self._typical * (means / np.maximum(typical, _TINY))[:, None, :]
+        return np.minimum(scaled, 1.0)
 
     def record(self, rows: Ints, generations: Ints, fresh: Floats) -> None:
         """Hand in this step's survivals [R, G]; those of two steps ago are remembered from now on."""
@@ -57,8 +68,8 @@ class SurvivalHistory:
         """An occupant moved to another row."""
         self._waiting[:, destination] = self._waiting[:, source]
         self._waiting_generation[:, destination] = self._waiting_generation[:, source]
-        self._remembered[destination] = self._remembered[source]
-        self._num_blocks[destination] = self._num_blocks[source]
+        self._sums[destination] = self._sums[source]
+        self._weights[destination] = self._weights[source]
         self._generation[destination] = self._generation[source]
 
     def _remember(self, waiting: int) -> None:
@@ -66,14 +77,25 @@ class SurvivalHistory:
         if not len(rows):
             return
         generations, survivals = self._waiting_generation[waiting, rows], self._waiting[waiting, rows]
-        is_new = self._generation[rows] != generations
-        self._num_blocks[rows[is_new]] = 0
+        kept = np.where(self._generation[rows] == generations, MEMORY_DECAY, 0.0)
         self._generation[rows] = generations
-        self._remembered[rows, self._num_blocks[rows] % NUM_REMEMBERED] = survivals
-        self._num_blocks[rows] += 1
+        self._sums[rows] = kept[:, None] * self._sums[rows] + survivals
+        self._weights[rows] = kept * self._weights[rows] + 1.0
         at = (self._num_pooled + np.arange(len(rows))) % NUM_POOLED
         self._pool[at[-NUM_POOLED:]] = survivals[-NUM_POOLED:]
         self._num_pooled += len(rows)
-        order = np.argsort(self._pool.sum(axis=1))
-        quantiles = (np.arange(NUM_REMEMBERED) * 2 + 1) * NUM_POOLED // (2 * NUM_REMEMBERED)
-        self._guess = self._pool[order[quantiles]]
+        self._typical = _quantiles(self._pool)
+
+
+def _spread(prior: Floats, count: int) -> Floats:
+    """Blocks of unlike promise whose mean is `prior`: odds spread evenly between 0 and twice its own."""
+    shares = np.linspace(0.0, 2.0, count, endpoint=False) + 1.0 / count
+    blocks: Floats = np.minimum(prior[None, :] * shares[:, None], 1.0)
+    return blocks
+
+
+def _quantiles(pool: Floats) -> Floats:
+    """Means of Q equal parts of the pool, ordered by promise. [Q, G]"""
+    ordered = pool[np.argsort(pool.sum(axis=1))]
+    means: Floats = ordered.reshape(NUM_QUANTILES, -1, pool.shape[1]).mean(axis=1)
+    return means
