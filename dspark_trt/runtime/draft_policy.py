@@ -24,7 +24,8 @@ from dspark_trt.runtime.corrections import RealisedGain
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.survival_history import NUM_QUANTILES, Ints, SurvivalHistory
 
-MIN_GAIN = 0.01  # expected throughput must rise by so much before drafting begins
+MIN_GAIN = 0.03  # expected throughput must rise by so much before drafting begins
+KEPT_GAIN = 0.01  # and by so much for it to go on
 EXPLORATION_SHARE = 0.005  # of the time of steps goes into looking again at drafts that are not worth it now
 NUM_EXPLORED_SLOTS = 2
 MAX_STEPS_BETWEEN_CHOICES = 4  # the same requests need no new choice for so many steps
@@ -111,13 +112,14 @@ class DraftPolicy:
         steps_ms = self._prices.plain(step.num_segments, context, extra, extra + num_requests * gamma)
         plain = num_requests / float(steps_ms[0])
         was_drafting = self._last is not None and self._last.num_slots > 0
-        threshold = plain * (1.0 if was_drafting else 1.0 + MIN_GAIN)
+        threshold = plain * (1.0 + (KEPT_GAIN if was_drafting else MIN_GAIN))
         # what is expected is compared by what it has been worth so far
         best, best_slots, best_count = threshold / self.realised.factor(num_requests), 0, 0
-        for count in sorted({len(order), *(len(order) * part // 4 for part in (1, 2, 3)), min(1, len(order))} - {0}):
+        for count in _halved(len(order)):
             chosen = order[:count]
             pending = int(step.num_pending[chosen].sum())
             host = self._prices.drafting_host(count)
+            before = 0.0
             for num_slots in self._slot_counts:
                 values = -np.sort(-survival[chosen, :, :num_slots], axis=None)
                 tokens = num_requests + np.cumsum(values)[NUM_QUANTILES - 1 :: NUM_QUANTILES] / NUM_QUANTILES
@@ -125,6 +127,9 @@ class DraftPolicy:
                 throughput = float((tokens / cost).max())
                 if throughput > best:
                     best, best_slots, best_count = throughput, num_slots, count
+                if throughput < before:  # further slots survive even less
+                    break
+                before = throughput
         if not best_slots:
             return DraftChoice.nobody(num_requests)
         is_drafting = np.zeros(num_requests, dtype=np.bool_)
@@ -159,3 +164,12 @@ class DraftPolicy:
         is_drafting, is_explored = choice.is_drafting.copy(), choice.is_explored.copy()
         is_drafting[explored] = is_explored[explored] = True
         return DraftChoice(num_slots, is_drafting, is_explored)
+
+
+def _halved(count: int) -> list[int]:
+    """count, half of it, a quarter ... 1."""
+    counts = []
+    while count:
+        counts.append(count)
+        count //= 2
+    return counts
