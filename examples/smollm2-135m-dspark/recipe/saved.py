@@ -31,7 +31,7 @@ def save_drafter(drafter: Drafter, config: Path, folder: Path) -> None:
     shutil.copyfile(config, folder / "config.json")
     tensors = {name: tensor.bfloat16().contiguous().cpu() for name, tensor in drafter.state_dict().items()}
     temporary = folder / "model.safetensors.partial"
-    save_file(tensors, temporary)
+    save_file(tensors, temporary, metadata={"format": "pt"})  # transformers asks for it
     os.replace(temporary, folder / "model.safetensors")
 
 
