@@ -53,10 +53,7 @@ def test_known_lines_are_found_again_for_each_regime() -> None:
 
 def test_the_order_of_confidences_is_kept_even_where_logits_mislead() -> None:
     recording = blocks(4000)
-    misleading = Recording(
-        -recording.confidence_logits, *(getattr(recording, name) for name in recording.__slots__[1:])
-    )
-    found = fit(misleading)
+    found = fit(replace(recording, confidence_logits=-recording.confidence_logits))
     assert min(found.greedy.slopes + found.sampled.slopes) >= MIN_SLOPE
     logits = np.linspace(-5, 5, 40, dtype=np.float32)[:, None].repeat(3, axis=1)
     for greedy in (True, False):
