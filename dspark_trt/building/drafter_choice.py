@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from dspark_trt.calibration.record import Recorder
 from dspark_trt.contract.drafter_form import DrafterForm, DrafterPrecision
 from dspark_trt.contract.protocol import DraftBatch, DraftEngine
+from dspark_trt.graphs.heads import check_top_n
 from dspark_trt.log import Progress, get_logger
 
 logger = get_logger(__name__)
@@ -78,7 +79,7 @@ def vocabulary(ranked_ids: NDArray[np.int64], size: int) -> NDArray[np.int64]:
 
 
 def candidates(asked: Asked, evidence: Evidence, vocab_size: int) -> list[DrafterForm]:
-    """Forms that the recipe leaves open, the plain one first."""
+    """Forms that the recipe leaves open, the plain one first. Raises ExportError where it asks for too many logits."""
     precisions: Sequence[DrafterPrecision] = ("fp32", "int8") if asked.precision is None else (asked.precision,)
     if asked.draft_vocab == "all":
         sizes: list[int] = [vocab_size]
@@ -86,6 +87,7 @@ def candidates(asked: Asked, evidence: Evidence, vocab_size: int) -> list[Drafte
         sizes = [vocab_size, *(size for size in VOCABULARY_SIZES if size <= vocab_size // 2)]
     else:
         sizes = [min(int(asked.draft_vocab), vocab_size)]
+    check_top_n(sizes[0], asked.markov_top_n or 0)
     top_ns = TOP_NS if asked.markov_top_n is None else (asked.markov_top_n,)
     forms = []
     for size in sizes:

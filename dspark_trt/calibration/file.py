@@ -95,7 +95,7 @@ def fitted(
 def load_calibration(path: Path, *, gamma: int | None = None) -> CalibrationFile:
     """Raises ManifestError when the file is missing, holds no calibration, or one of another gamma."""
     try:
-        loaded = CalibrationFile.model_validate_json(path.read_text())
+        loaded = CalibrationFile.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise ManifestError(f"no calibration at {path}; run `dspark-trt build` again") from None
     except (OSError, ValidationError, RecipeError) as error:

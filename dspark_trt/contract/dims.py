@@ -18,7 +18,7 @@ Attention = Literal["gqa", "drafter", "standard"]
 FloatType = Literal["float32", "float16", "bfloat16"]  # of weights, hidden states, taps and caches
 
 METADATA_KEY = "dspark_dims"  # of the graph's metadata_props
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 # Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where
 # TensorRT takes an address, at multiples of 256 bytes.
 TILE_POSITIONS = 64
@@ -67,7 +67,6 @@ class DrafterDims:
     hidden_size: int  # D
     num_taps: int  # M
     gamma: int  # G
-    has_confidence_head: bool
     element_type: FloatType = "float32"
 
     @property
@@ -111,7 +110,6 @@ def drafter_dims(
         spec.decoder.hidden_size,
         spec.num_taps,
         spec.gamma,
-        spec.has_confidence_head,
         element_type,
     )
 

@@ -65,9 +65,9 @@ def test_a_graph_of_another_version_is_refused(graphs: Path) -> None:
     path = graphs / bindings.TARGET_GRAPH
     model = onnx.load(path, load_external_data=False)
     (entry,) = (entry for entry in model.metadata_props if entry.key == METADATA_KEY)
-    entry.value = entry.value.replace('"schema_version": 1', '"schema_version": 99')
+    entry.value = entry.value.replace('"schema_version": 2', '"schema_version": 99')
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(EngineBuildError, match="version 1, found 99"):
+    with pytest.raises(EngineBuildError, match="version 2, found 99"):
         OnnxRuntimeTargetEngine(graphs, SETTINGS)
 
 

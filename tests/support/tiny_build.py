@@ -15,5 +15,14 @@ def make_tiny_build(folder: Path) -> Path:
     target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True, max_positions=MAX_SEQ_LEN)
     drafter = write_drafter(folder / "drafter", target)
     limits = {"max_slots": MAX_SLOTS, "max_seq_len": MAX_SEQ_LEN, "max_batch_tokens": 64}
-    build(BuildRecipe(target=str(target), drafter=str(drafter), num_threads=1, **limits), folder / "build")
+    recipe = BuildRecipe(
+        target=str(target),
+        drafter=str(drafter),
+        num_threads=1,
+        draft_vocab="all",  # nothing to choose: choosing takes longer than the rest of the build
+        drafter_precision="fp32",
+        markov_top_n=0,
+        **limits,
+    )
+    build(recipe, folder / "build")
     return folder / "build"

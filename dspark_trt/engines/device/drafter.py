@@ -78,7 +78,7 @@ class DeviceDraftEngine:
             dtype = getattr(torch, dims.element_type)
             self._taps = torch.zeros((self._most_committed, dims.tap_width), dtype=dtype, device=device)
             outputs = {binding.name: binding for binding in bindings.draft_outputs(dims)}
-            small = [outputs[name] for name in (bindings.DRAFT_IDS, bindings.CONFIDENCE_LOGITS) if name in outputs]
+            small = [outputs[name] for name in (bindings.DRAFT_IDS, bindings.CONFIDENCE_LOGITS)]
             verify_len = Binding(VERIFY_LEN, "int64", ("R",))
             self.fetched = FetchedOutputs(Layout([*small, verify_len], blocks), device)
             self._draft_logits = torch.zeros((limits.max_slots, dims.gamma, dims.vocab_size), device=device)

@@ -18,7 +18,6 @@ from dspark_trt.engines.device.graphs import BucketCalls, Capture
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.row_groups import Int64
 
-CERTAIN_LOGIT = 1e30  # for a drafter without a confidence head: its sigmoid is 1 at every temperature
 VERIFY_LEN = "verify_len"
 _TOKEN_INDEX = "token_index"
 _ON_DEVICE = (bindings.CONFIDENCE_LOGITS, bindings.DRAFT_IDS, _TOKEN_INDEX)
@@ -65,8 +64,6 @@ class SelectCalls:
         self._every_token = torch.arange(dims.limits.max_batch_tokens, device=device)
         most = max(dims.limits.max_batch_tokens, dims.limits.max_slots)
         self._unread = {name: torch.zeros(most, dtype=torch.int64, device=device) for name in _UNREAD}
-        blocks = (dims.limits.max_slots, dims.gamma)
-        self._certain = torch.full(blocks, CERTAIN_LOGIT, dtype=torch.float32, device=device)
 
     def enqueue(
         self,
@@ -87,7 +84,7 @@ class SelectCalls:
         def tensors() -> Tensors:
             extents = {"R": num_requests, "B": num_rows, "T": len(target[bindings.TOKEN_IDS])}
             inputs = {
-                bindings.CONFIDENCE_LOGITS: fetched.get(bindings.CONFIDENCE_LOGITS, self._certain)[:num_requests],
+                bindings.CONFIDENCE_LOGITS: fetched[bindings.CONFIDENCE_LOGITS][:num_requests],
                 bindings.DRAFT_IDS: fetched[bindings.DRAFT_IDS][:num_requests],
                 _TOKEN_INDEX: self._every_token[: extents["T"]],
             }

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
@@ -18,7 +17,7 @@ from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import Capture
-from dspark_trt.engines.device.select import CERTAIN_LOGIT, VERIFY_LEN, SelectCalls, select_arrays
+from dspark_trt.engines.device.select import VERIFY_LEN, SelectCalls, select_arrays
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.device.target import DeviceTargetEngine
 
@@ -89,9 +88,7 @@ class DeviceStepEngine:
             self._select_into(calls[0], n, num_rows, num_decode_tokens(plain, num_selected))
             fetched = drafter.fetched.fetch()
             verified = target.enqueue(calls)
-        return SelectedOutput(
-            _host_drafts(fetched, num_drafting, n, self._drafter.gamma), drafted.draft_logits, verified
-        )
+        return SelectedOutput(_host_drafts(fetched, num_drafting, n), drafted.draft_logits, verified)
 
     def _select_into(self, call: TargetCall, num_requests: int, num_rows: int, num_tokens: int) -> None:
         """Into the index inputs of the step's first call: the decode tokens are its first ones."""
@@ -106,17 +103,14 @@ class DeviceStepEngine:
 
 
 def _host_drafts(
-    fetched: Callable[[], dict[str, NDArray[Any]]], num_drafting: int, num_requests: int, gamma: int
+    fetched: Callable[[], dict[str, NDArray[Any]]], num_drafting: int, num_requests: int
 ) -> Callable[[], HostDrafts]:
     def wait() -> HostDrafts:
         with torch_errors("draft and selection"):
             found = fetched()
-        confidence_logits = found.get(bindings.CONFIDENCE_LOGITS)
         return HostDrafts(
             draft_ids=found[bindings.DRAFT_IDS][:num_drafting],
-            confidence_logits=np.full((num_drafting, gamma), CERTAIN_LOGIT, np.float32)
-            if confidence_logits is None
-            else confidence_logits[:num_drafting],
+            confidence_logits=found[bindings.CONFIDENCE_LOGITS][:num_drafting],
             verify_lens=found[VERIFY_LEN][:num_requests],
         )
 

@@ -26,6 +26,7 @@ from dspark_trt.errors import CheckpointError, ExportError, ManifestError, Recip
 from tests.support.factories import write_drafter, write_target
 
 LIMITS = {"max_slots": 2, "max_seq_len": 64, "max_batch_tokens": 32}
+PLAIN_FORM: dict[str, Any] = {"draft_vocab": "all", "drafter_precision": "fp32", "markov_top_n": 0}  # nothing to choose
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> BuildRecipe:
     folder = tmp_path_factory.mktemp("pair")
     target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(folder / "drafter", target)
-    return BuildRecipe(target=str(target), drafter=str(drafter), **LIMITS)
+    return BuildRecipe(target=str(target), drafter=str(drafter), **PLAIN_FORM, **LIMITS)
 
 
 @pytest.fixture(scope="module")

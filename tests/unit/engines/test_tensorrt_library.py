@@ -24,7 +24,7 @@ LIMITS = EngineLimits(max_slots=12, max_seq_len=512, max_batch_tokens=100)
 GAMMA = 7
 CACHE = CacheDims(num_layers=2, num_rows=12, num_kv_heads=2, capacity=612, head_dim=16)
 TARGET = TargetDims(LIMITS, CACHE, "standard", vocab_size=1000, hidden_size=64, num_taps=3, element_type="bfloat16")
-DRAFTER = DrafterDims(LIMITS, CACHE, "standard", 1000, 64, 3, GAMMA, True, element_type="bfloat16")
+DRAFTER = DrafterDims(LIMITS, CACHE, "standard", 1000, 64, 3, GAMMA, element_type="bfloat16")
 H200 = Gpu("NVIDIA H200", 90, 141 << 30, "580.65.06, CUDA 13.0")
 RTX_4090 = Gpu("NVIDIA GeForce RTX 4090", 89, 24 << 30, "580.65.06, CUDA 13.0")
 
