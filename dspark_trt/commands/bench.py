@@ -41,7 +41,7 @@ def bench(
     as_json: AsJson = False,
 ) -> None:
     """Measure the modes of a build under load, in this process and without a server."""
-    counts = _counts(concurrency)
+    counts = counts_of(concurrency)
     asked = None if modes is None else tuple(mode.strip() for mode in modes.split(","))
     for mode in asked or ():
         parse_scheduler(mode)
@@ -86,7 +86,7 @@ def bench(
     with report.Bars() as bars:
         results = measure(
             runners,
-            make_loads(plan, texts, deployment.recipe.max_seq_len),
+            make_loads(plan, texts, deployment.target.limits.max_seq_len),
             plan,
             lambda done: bars.update("bench", done),
         )
@@ -99,7 +99,7 @@ def bench(
         "machine": f"{host['cpu']}, {host['num_cores']} cores",
         "remarks": ["Servers are measured from the first request sent to the last answer."] if servers else [],
     }
-    summaries = summarize(results)
+    summaries = summarize(results, list(runners))
     for path in output or ():
         write_report(path, summaries, facts)
     if as_json:
@@ -110,7 +110,8 @@ def bench(
             report.print_line(f"report: {path}")
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def counts_of(text: str) -> tuple[int, ...]:
+    """The numbers of --concurrency, ascending. Raises RecipeError."""
     try:
         counts = tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError:

@@ -60,6 +60,7 @@ class Server:
             for each in answers
             if each.num_tokens > 1 and each.total_ms > each.first_token_ms
         ]
+        mean_verify_len, accepted_len = _acceptance(answers)
         return Measured(
             mode=self.name,
             kind=load.kind,
@@ -70,7 +71,8 @@ class Server:
             ttft_ms=statistics.median(each.first_token_ms for each in answers),
             steps_not_drafting=None,
             requests_not_drafting=None,
-            **_acceptance(answers),
+            mean_verify_len=mean_verify_len,
+            accepted_len=accepted_len,
         )
 
     def _answer(self, prompt: BenchPrompt, max_tokens: int) -> _Answer:
@@ -87,7 +89,9 @@ class Server:
             f"{self._base}/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         start = time.perf_counter()
-        first, usage, timings = None, None, {}
+        first: float | None = None
+        usage: dict[str, Any] = {}
+        timings: dict[str, Any] = {}
         try:
             with self._open(request, timeout=TIMEOUT_S) as response:
                 for event in _events(response):
@@ -133,13 +137,13 @@ def _drafts(usage: dict[str, Any], timings: dict[str, Any]) -> tuple[int | None,
     return int(accepted) + int(rejected), int(accepted)
 
 
-def _acceptance(answers: list[_Answer]) -> dict[str, float | None]:
-    """Per step: tokens behind the first are a step's bonus or an accepted draft."""
+def _acceptance(answers: list[_Answer]) -> tuple[float | None, float | None]:
+    """mean_verify_len and accepted_len per step: tokens behind the first are a step's bonus or an accepted draft."""
     told = [each for each in answers if each.num_drafts is not None and each.num_accepted is not None]
     steps = sum(each.num_tokens - 1 - (each.num_accepted or 0) for each in told)
     if steps <= 0:
-        return {"mean_verify_len": None, "accepted_len": None}
-    return {
-        "mean_verify_len": sum(each.num_drafts or 0 for each in told) / steps,
-        "accepted_len": 1 + sum(each.num_accepted or 0 for each in told) / steps,
-    }
+        return None, None
+    return (
+        sum(each.num_drafts or 0 for each in told) / steps,
+        1 + sum(each.num_accepted or 0 for each in told) / steps,
+    )
