@@ -16,14 +16,17 @@ from typing import Annotated
 import typer
 
 from dspark_trt import __version__
-from dspark_trt.commands import bench, build, chat, doctor, evaluate, generate, inspect, profile, serve, simulate, verify
+from dspark_trt.commands import (
     bench,
     build,
     chat,
     doctor,
+    evaluate,
     generate,
     inspect,
+    profile,
     serve,
+    simulate,
     verify,
 )
 from dspark_trt.commands.logs import LogChoice, set_up_log
