@@ -16,7 +16,19 @@ from typing import Annotated
 import typer
 
 from dspark_trt import __version__
-from dspark_trt.commands import build, chat, doctor, generate, inspect, serve
+from dspark_trt.commands import (
+    bench,
+    build,
+    chat,
+    doctor,
+    evaluate,
+    generate,
+    inspect,
+    profile,
+    serve,
+    simulate,
+    verify,
+)
 from dspark_trt.commands.logs import LogChoice, set_up_log
 from dspark_trt.commands.options import LogFile, LogLevel, Verbose
 from dspark_trt.errors import EXIT_OK, EXIT_USER_ERROR, DSparkError
@@ -31,8 +43,21 @@ app = typer.Typer(
     rich_markup_mode=None,  # it takes "[default: ...]" for markup
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (build.build, generate.generate, chat.chat, serve.serve, inspect.inspect, doctor.doctor):
+_COMMANDS = (
+    build.build,
+    generate.generate,
+    chat.chat,
+    serve.serve,
+    inspect.inspect,
+    doctor.doctor,
+    bench.bench,
+    verify.verify,
+    profile.profile,
+    simulate.simulate,
+)
+for _command in _COMMANDS:
     app.command()(_command)
+app.command("eval")(evaluate.evaluate)
 
 
 def _print_version(is_wanted: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.building.reprofile import differences
 from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
@@ -18,10 +19,13 @@ from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
+from dspark_trt.log import get_logger
 from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from dspark_trt.runtime.request import SamplingParams
 from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,14 @@ def load_deployment(folder: Path) -> Deployment:
         if name != "triton_model_repo":  # an operator may edit its config.pbtxt
             check_outputs(folder / name, manifest)
     checkpoints = folder / "checkpoints"
+    step_table = StepTable.load(folder / "steptable" / "step_table.json")
+    if odd := differences(step_table, summary.recipe, folder):
+        logger.warning(
+            "the step table was not measured here as things are now (%s): drafts may be chosen badly; run "
+            "`dspark-trt profile %s`",
+            "; ".join(odd),
+            folder,
+        )
     engines = open_engines(folder)
     return Deployment(
         recipe=summary.recipe,
@@ -99,7 +111,7 @@ def load_deployment(folder: Path) -> Deployment:
         target=engines.target,
         drafter=engines.drafter,
         step=engines.step,
-        step_table=StepTable.load(folder / "steptable" / "step_table.json"),
+        step_table=step_table,
         calibration=load_calibration(
             folder / "calibration" / CALIBRATION_FILE, gamma=engines.drafter.gamma
         ).calibration,

@@ -1,5 +1,5 @@
-"""`make demo`: build the demonstration pair, serve it with a real Triton, stream one answer, load-test it,
-print the table.
+"""`make demo`: build the demonstration pair, serve it with a real Triton, stream one answer, load-test it
+with and without drafts, and write a report.
 
 python perf/demo.py --target MODEL.gguf --drafter examples/smollm2-135m-dspark --output build/smollm2
 """
@@ -15,7 +15,7 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from load_test import ON_AND_OFF, measure
+from load_test import measure
 from perf_analyzer import find_perf_analyzer
 from report import print_table
 from rich.console import Console
@@ -24,8 +24,9 @@ from dspark_trt.errors import DSparkError
 from dspark_trt.server.serve import ServeOptions, TritonServer
 
 QUESTION = "Explain in three sentences why the sky is blue."
-CONCURRENCIES = (1, 8)
-REQUESTS = {1: 8, 8: 24}
+MODES = ("off", "fixed:7", "auto")
+CONCURRENCIES = (1, 8, 32)
+REQUESTS = {1: 8, 8: 24, 32: 64}
 
 
 def stream_answer(server: TritonServer, question: str) -> None:
@@ -55,7 +56,7 @@ def main() -> None:
     def headline(text: str) -> None:
         console.print(f"\n[bold]{text}[/]")
 
-    headline(f"1/3  dspark-trt build --target {options.target} --drafter {options.drafter} --output {options.output}")
+    headline(f"1/4  dspark-trt build --target {options.target} --drafter {options.drafter} --output {options.output}")
     pair = ["--target", str(options.target), "--drafter", str(options.drafter), "--output", str(options.output)]
     built = subprocess.run([sys.executable, "-m", "dspark_trt", "build", *pair], check=False)
     if built.returncode:
@@ -63,14 +64,14 @@ def main() -> None:
 
     tool = find_perf_analyzer()
     results = []
-    for scheduler in ON_AND_OFF:
+    for scheduler in MODES:
         with tempfile.TemporaryDirectory(prefix="dspark-trt-demo-") as folder:
             served = ServeOptions(0, 0, 0, scheduler=scheduler, log_file=Path(folder) / "server.log")
             with TritonServer(options.output, served) as server:
                 if not results:
-                    headline(f"2/3  a real tritonserver answers at {server.http_url}:  {QUESTION}")
+                    headline(f"2/4  a real tritonserver answers at {server.http_url}:  {QUESTION}")
                     stream_answer(server, QUESTION)
-                    headline(f"3/3  load test, drafting on (early_stop) and off ({tool.origin})")
+                    headline(f"3/4  load test through Triton: {', '.join(MODES)} ({tool.origin})")
                 for concurrency in CONCURRENCIES:
                     results.append(
                         measure(
@@ -79,10 +80,16 @@ def main() -> None:
                     )
     print_table(results, console)
     for concurrency in CONCURRENCIES:
-        on, off = (result for result in results if result.concurrency == concurrency)
-        console.print(
-            f"concurrency {concurrency}: drafting on / off = {on.tokens_per_s / off.tokens_per_s:.2f} x tokens/s"
-        )
+        off, *others = (result for result in results if result.concurrency == concurrency)
+        ratios = ", ".join(f"{each.scheduler} {each.tokens_per_s / off.tokens_per_s:.2f}" for each in others)
+        console.print(f"concurrency {concurrency}: tokens/s over those of off: {ratios}")
+    headline("4/4  the same modes without a server, interleaved: dspark-trt bench --quick")
+    bench = ["bench", str(options.output), "--quick", "--kinds", "mixed"]
+    report = options.output.with_name(f"{options.output.name}-bench.html")
+    done = subprocess.run([sys.executable, "-m", "dspark_trt", *bench, "--output", str(report)], check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+    console.print(f"report: {report}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.deployment import Deployment, load_deployment
 from dspark_trt.machine import cpu
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
@@ -38,10 +38,10 @@ class Timed:
         if name not in ("forward", "ingest", "draft"):
             return attribute
 
-        def timed(batch: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             start = time.perf_counter()
             try:
-                return attribute(batch)
+                return attribute(*arguments, **named)
             finally:
                 self.seconds += time.perf_counter() - start
 
@@ -50,7 +50,7 @@ class Timed:
 
 def measure(deployment: Deployment, num_requests: int, setting: str, mode: str) -> dict[str, Any]:
     target, drafter = Timed(deployment.target), Timed(deployment.drafter)
-    loop = deployment.make_loop(SchedulerConfig(mode=mode), target=target, drafter=drafter)
+    loop = deployment.make_loop(parse_scheduler(mode), target=target, drafter=drafter)
     prompt = tuple(deployment.codec.encode_chat([{"role": "user", "content": PROMPT}]))
     for index in range(num_requests):
         sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=index, ignore_eos=True, **SETTINGS[setting])
@@ -82,7 +82,7 @@ def main(folder: Path) -> None:
     deployment = load_deployment(folder)
     rows = [
         measure(deployment, num_requests, setting, mode)
-        for mode in ("early_stop", "lagged_budget")
+        for mode in ("off", "early_stop", "lagged_budget", "auto")
         for setting in SETTINGS
         for num_requests in (1, min(16, deployment.recipe.max_slots))
     ]

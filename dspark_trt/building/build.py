@@ -24,6 +24,7 @@ from dspark_trt.building.manifest import (
     SCHEMA_VERSION,
     STAGE_NAMES,
     BuildSummary,
+    FileRecord,
     StageManifest,
     check_outputs,
     code_hash,
@@ -78,7 +79,7 @@ def build(
     context = Context(recipe, output)
     results: list[StageResult] = []
     keys: dict[str, str] = {}
-    with _exclusive(output):
+    with exclusive(output):
         for stage in STAGES:
             start = time.perf_counter()
             progress(stage.name, 0.0)
@@ -110,6 +111,20 @@ def _complete(
     if known is not None and known.key == key and _is_intact(folder, known, verify):
         logger.info("%s: kept", stage.name)
         return key, False
+    return make_stage(stage, context, keys, inputs, progress), True
+
+
+def make_stage(
+    stage: Stage, context: Context, keys: Mapping[str, str], inputs: dict[str, FileRecord], progress: StageProgress
+) -> str:
+    """Make a stage whether or not it is there, replace the old one when it is done, and return its key.
+
+    keys: of the stages before it, by name.
+    """
+    folder = context.output / stage.name
+    predecessors = {name: keys[name] for name in stage.predecessors}
+    settings = stage_settings(stage, context)
+    key = stage_key(stage.name, settings, predecessors, inputs)
     logger.info("%s: building", stage.name)
     with replace_folder(folder) as scratch:
         with _errors_in(folder):
@@ -126,7 +141,7 @@ def _complete(
             versions=_versions(),
         )
         write_manifest(scratch, manifest)
-    return key, True
+    return key
 
 
 def stage_settings(stage: Stage, context: Context) -> dict[str, Any]:
@@ -197,7 +212,8 @@ def _is_of_a_build(path: Path) -> bool:
 
 
 @contextmanager
-def _exclusive(output: Path) -> Iterator[None]:
+def exclusive(output: Path) -> Iterator[None]:
+    """Nobody else builds in `output` meanwhile. Raises ManifestError when somebody does."""
     with (output / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -78,12 +78,13 @@ def check_servable(build: Path, scheduler: SchedulerConfig | None = None) -> Non
         else:
             check_outputs(build / name, manifest)
     StepTable.load(build / "steptable" / "step_table.json")
-    gamma = _read_gamma(build / "checkpoints" / "drafter.json")
+    gamma = read_gamma(build / "checkpoints" / "drafter.json")
     if scheduler is not None:
         check_fixed(scheduler.verify_len, gamma, "--scheduler")
 
 
-def _read_gamma(path: Path) -> int:
+def read_gamma(path: Path) -> int:
+    """Of checkpoints/drafter.json. Raises ManifestError."""
     try:
         return int(json.loads(path.read_text())["gamma"])
     except (OSError, ValueError, KeyError, TypeError) as error:

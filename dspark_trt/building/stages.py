@@ -129,7 +129,7 @@ def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
     table = profile(
         engines.target,
         engines.drafter,
-        provenance=_measured_on(context) | {"precision": context.precision, "versions": installed_versions(*_TIMED)},
+        provenance=measured_with(context) | {"precision": context.precision},
         progress=progress,
         synchronize=engines.synchronize,
         num_warm_ups=NUM_WARM_UPS_ON_A_DEVICE if context.is_on_device else 1,
@@ -156,6 +156,14 @@ def _measured_on(context: Context) -> dict[str, Any]:
     here: dict[str, Any] = {"host": cpu.fingerprint()}
     if context.is_on_device:
         here["gpu"] = asdict(context.gpu) if isinstance(context.gpu, Gpu) else None
+    return here
+
+
+def measured_with(context: Context) -> dict[str, Any]:
+    """What the times of a step table depend on besides the engines' files."""
+    here = _measured_on(context) | {"versions": installed_versions(*_TIMED)}
+    if not context.is_on_device:
+        here["num_threads"] = context.recipe.num_threads or cpu.num_cores()
     return here
 
 

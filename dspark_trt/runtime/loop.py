@@ -109,6 +109,11 @@ class DecodingLoop:
         return bool(self._states)
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of all that wait or run."""
+        return list(self._states)
+
+    @property
     def num_running(self) -> int:
         """Requests that have a KV row."""
         return len(self._slots.occupants)
