@@ -27,9 +27,7 @@ def gpu_like() -> StepTable:
     return StepTable(
         num_requests=counts,
         extra_tokens=extra,
-        step_ms=(
-            tuple(tuple(10 + 0.08 * max(count + more - 48, 0) + 0.001 * more for more in extra) for count in counts),
-        ),
+        step_ms=(tuple(tuple(step_ms(count, more) for more in extra) for count in counts),),
         draft_ms=(((0.5, 1.0),) * len(counts),),
         num_slots=(1, GAMMA),
     )
