@@ -11,7 +11,7 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
 from dspark_trt.building.recipe import BuildRecipe
-from dspark_trt.building.reprofile import differences
+from dspark_trt.building.reprofile import warn_of_differences
 from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
@@ -19,13 +19,10 @@ from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
-from dspark_trt.log import get_logger
 from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from dspark_trt.runtime.request import SamplingParams
 from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +93,7 @@ def load_deployment(folder: Path) -> Deployment:
             check_outputs(folder / name, manifest)
     checkpoints = folder / "checkpoints"
     step_table = StepTable.load(folder / "steptable" / "step_table.json")
-    if odd := differences(step_table, summary.recipe, folder):
-        logger.warning(
-            "the step table was not measured here as things are now (%s): drafts may be chosen badly; run "
-            "`dspark-trt profile %s`",
-            "; ".join(odd),
-            folder,
-        )
+    warn_of_differences(folder, step_table, summary.recipe)
     engines = open_engines(folder)
     return Deployment(
         recipe=summary.recipe,

@@ -13,10 +13,12 @@ from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.building.stages import STAGES, measured_with
 from dspark_trt.engines.open import check_device
 from dspark_trt.files import write_atomically
-from dspark_trt.log import Progress
+from dspark_trt.log import Progress, get_logger
 from dspark_trt.steptable.table import StepTable
 
 STAGE = "steptable"
+
+logger = get_logger(__name__)
 
 
 def reprofile(folder: Path, progress: Progress = lambda fraction: None) -> StepTable:
@@ -37,6 +39,17 @@ def reprofile(folder: Path, progress: Progress = lambda fraction: None) -> StepT
         renewed = summary.model_copy(update={"stages": {**summary.stages, STAGE: key}})
         write_atomically(folder / MANIFEST_NAME, sealed_json(renewed.model_dump(mode="json")))
     return StepTable.load(folder / STAGE / "step_table.json")
+
+
+def warn_of_differences(folder: Path, table: StepTable, recipe: BuildRecipe) -> None:
+    """Log what `differences` finds, and the command that mends it."""
+    if odd := differences(table, recipe, folder):
+        logger.warning(
+            "the step table was not measured here as things are now (%s): drafts may be chosen badly; run "
+            "`dspark-trt profile %s`",
+            "; ".join(odd),
+            folder,
+        )
 
 
 def differences(table: StepTable, recipe: BuildRecipe, folder: Path) -> list[str]:

@@ -38,7 +38,6 @@ from dspark_trt.text import TextCodec
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
 NUM_WARM_UPS_ON_A_DEVICE = 3
 CALIBRATION_BUDGET_S = 45.0
-_TIMED = ("onnxruntime", *DEVICE_DISTRIBUTIONS)  # packages whose versions step times depend on
 # DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
 DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
 
@@ -161,7 +160,8 @@ def _measured_on(context: Context) -> dict[str, Any]:
 
 def measured_with(context: Context) -> dict[str, Any]:
     """What the times of a step table depend on besides the engines' files."""
-    here = _measured_on(context) | {"versions": installed_versions(*_TIMED)}
+    packages = DEVICE_DISTRIBUTIONS if context.is_on_device else ("onnxruntime",)
+    here = _measured_on(context) | {"versions": installed_versions(*packages)}
     if not context.is_on_device:
         here["num_threads"] = context.recipe.num_threads or cpu.num_cores()
     return here

@@ -86,6 +86,7 @@ def simulate_load(
         verify_lens, step_ms = deciders.step(confidence)
         is_accepted = random.random((concurrency, gamma)) < confidence
         num_accepted = np.minimum(np.cumprod(is_accepted, axis=1).sum(axis=1), verify_lens)
+        deciders.learn(concurrency + float(num_accepted.sum()), step_ms)
         if step >= WARM_UP_SHARE * num_steps:
             total_ms += step_ms
             num_tokens += concurrency + float(num_accepted.sum())
@@ -122,12 +123,15 @@ class _Deciders:
         self._rows = np.arange(concurrency, dtype=np.int64)
         self._context_tokens = context_tokens
         self._num_pending = np.ones(concurrency, dtype=np.int64)
+        self._choice = DraftChoice.nobody(concurrency)
 
     def step(self, confidence: np.ndarray) -> tuple[np.ndarray, float]:
         """verify_len [R], and the milliseconds of the step. confidence [R, G]."""
         count = len(self._rows)
         self._scheduler.advance()
-        choice = self._choose()
+        if self._policy is not None:
+            self._policy.realised.advance()
+        choice = self._choice = self._choose()
         verify_lens = np.zeros(count, dtype=np.int64)
         drafting = np.flatnonzero(choice.is_drafting)
         drafted_ms = 0.0
@@ -150,6 +154,12 @@ class _Deciders:
         num_drafts = int(verify_lens.sum())
         plain = self._prices.plain(count, self._context_tokens, num_drafts, num_drafts)
         return verify_lens, float(plain[0]) + drafted_ms
+
+    def learn(self, num_tokens: float, step_ms: float) -> None:
+        """What the step brought."""
+        if self._policy is not None and self._choice.tokens_per_ms:
+            expected = self._choice.tokens_per_ms * step_ms
+            self._policy.realised.observe(len(self._rows), seen=num_tokens, expected=expected)
 
     def _choose(self) -> DraftChoice:
         count = len(self._rows)
