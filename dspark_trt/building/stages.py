@@ -215,7 +215,11 @@ STAGES = (
         name="graphs",
         predecessors=("checkpoints",),
         # a graph's inputs and outputs are those of the contract, and the plugins write their function bodies
-        packages=lambda context: ("dspark_trt.graphs", "dspark_trt.contract", "dspark_trt_plugins"),
+        # the drafter's form is chosen by code of this room
+        packages=lambda context: (
+            *("dspark_trt.graphs", "dspark_trt.contract", "dspark_trt_plugins"),
+            *(() if context.is_on_device else ("dspark_trt.building.drafter_*",)),
+        ),
         settings=lambda context: {
             "precision": context.precision,
             "limits": asdict(context.limits),

@@ -27,13 +27,13 @@ class Prompt(BaseModel):
 
 def packaged_prompts() -> list[Prompt]:
     """Chat, code and maths, 40 each; every fourth is held out."""
-    return _parse(files(__package__).joinpath("prompts.jsonl").read_text("utf-8").splitlines(), "the packaged prompts")
+    return _parse(files(__package__).joinpath("prompts.jsonl").read_text("utf-8").split("\n"), "the packaged prompts")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """JSON lines with the key `prompt`. Raises RecipeError that names the line."""
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # other separators may stand inside a JSON string
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"prompts {path} cannot be read ({error}); give a file of JSON lines") from None
     prompts = _parse(lines, str(path))

@@ -66,7 +66,8 @@ def unfinished(prompts_file: Path, results_file: Path) -> PromptLines:
 
 def _lines(path: Path, option: str) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8").splitlines()
+        # line feeds alone end a line: other separators of Unicode may stand inside a JSON string
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except OSError as error:
         raise RequestError(f"{option} {path} cannot be read ({error.strerror}); give a file of JSON lines") from None
     except UnicodeDecodeError:

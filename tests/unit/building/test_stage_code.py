@@ -85,6 +85,8 @@ TIMED_ON_A_GPU = [
         ("onnxruntime", "dspark_trt/engines/tensorrt/compiler/network.py", set()),
         ("onnxruntime", "plugins/row_attention/function_body.py", ALL_FROM_GRAPHS),
         ("onnxruntime", "dspark_trt/checkpoints/gguf_store.py", {"checkpoints", *ALL_FROM_GRAPHS}),
+        ("onnxruntime", "dspark_trt/building/drafter_choice.py", ALL_FROM_GRAPHS),
+        ("onnxruntime", "dspark_trt/runtime/acceptance.py", {"steptable"}),
         ("onnxruntime", "dspark_trt/commands/doctor.py", set()),
     ],
 )

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dspark_trt.cli import app
+from dspark_trt.commands.prompt_file import unfinished
 from dspark_trt.errors import RequestError
 
 OPTIONS = ["--max-tokens", "6", "--ignore-eos"]
@@ -112,3 +113,10 @@ def test_system_message_goes_through_the_chat_template(output: Path) -> None:
         return int(json.loads(CliRunner().invoke(app, command, catch_exceptions=False).stdout)["num_prompt_tokens"])
 
     assert length("--system", "be brief") > length("--chat") > length()
+
+
+def test_a_line_separator_inside_a_prompt_ends_no_line(tmp_path: Path) -> None:
+    """U+2028 may stand unescaped in a JSON string; Python's splitlines would cut there."""
+    prompts = tmp_path / "in"
+    prompts.write_text('{"prompt": "a\u2028b"}\n{"prompt": "c"}\n', encoding="utf-8")
+    assert [number for number, _ in unfinished(prompts, tmp_path / "out").lines] == [1, 2]
