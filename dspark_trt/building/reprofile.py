@@ -58,10 +58,12 @@ def differences(table: StepTable, recipe: BuildRecipe, folder: Path) -> list[str
     return [
         f"{name}: measured with {table.provenance.get(name)}, here {value}"
         for name, value in here.items()
-        if _comparable(table.provenance.get(name), value)
+        if _differ(table.provenance.get(name), value)
     ]
 
 
-def _comparable(measured: Any, here: Any) -> bool:
-    """Whether both are known and differ."""
+def _differ(measured: Any, here: Any) -> bool:
+    """Whether both are known and differ; of two dictionaries, what both have."""
+    if isinstance(measured, dict) and isinstance(here, dict):
+        return any(measured[name] != here[name] for name in measured.keys() & here.keys())
     return measured is not None and measured != here

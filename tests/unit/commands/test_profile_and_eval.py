@@ -59,6 +59,16 @@ def test_every_circumstance_counts(name: str, output: Path) -> None:
     assert [each.split(":")[0] for each in differences(odd, recipe, output)] == [name]
 
 
+def test_version_of_a_package_that_does_not_run_the_engine_does_not_count(output: Path) -> None:
+    """Tables of older builds name every package that might have."""
+    table = StepTable.load(output / TABLE)
+    recipe = read_finished(output)[0].recipe
+    versions = {**table.provenance["versions"], "torch": "1.0"}
+    assert differences(replace(table, provenance={**table.provenance, "versions": versions}), recipe, output) == []
+    versions = {**versions, "onnxruntime": "0.1"}
+    assert differences(replace(table, provenance={**table.provenance, "versions": versions}), recipe, output)
+
+
 def test_eval_counts_conditional_acceptance(output: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "set.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "bc", "d")))
