@@ -63,9 +63,16 @@ class DraftPolicy:
     """One choice a step."""
 
     def __init__(
-        self, prices: StepPrices, history: SurvivalHistory, *, num_rows: int, slot_counts: Sequence[int]
+        self,
+        prices: StepPrices,
+        history: SurvivalHistory,
+        *,
+        num_rows: int,
+        slot_counts: Sequence[int],
+        stops_early: bool = True,
     ) -> None:
-        """`slot_counts`: how many slots a block may have, ascending."""
+        """`slot_counts`: how many slots a block may have, ascending. `stops_early`: the mode is early_stop."""
+        self._stops_early = stops_early
         self._prices = prices
         self._history = history
         self._slot_counts = slot_counts
@@ -123,8 +130,8 @@ class DraftPolicy:
             for num_slots in self._slot_counts:
                 values = -np.sort(-survival[chosen, :, :num_slots], axis=None)
                 tokens = num_requests + np.cumsum(values)[NUM_QUANTILES - 1 :: NUM_QUANTILES] / NUM_QUANTILES
-                cost = steps_ms[1 : len(tokens) + 1] + (self._prices.draft(count, num_slots, context, pending) + host)
-                throughput = float((tokens / cost).max())
+                cost = steps_ms[: len(tokens) + 1] + (self._prices.draft(count, num_slots, context, pending) + host)
+                throughput = self._reached(np.concatenate(([num_requests], tokens)) / cost)
                 if throughput > best:
                     best, best_slots, best_count = throughput, num_slots, count
                 if throughput < before:  # further slots survive even less
@@ -135,6 +142,13 @@ class DraftPolicy:
         is_drafting = np.zeros(num_requests, dtype=np.bool_)
         is_drafting[order[:best_count]] = True
         return DraftChoice(best_slots, is_drafting, np.zeros(num_requests, dtype=np.bool_), best)
+
+    def _reached(self, throughput: NDArray[np.float64]) -> float:
+        """What the scheduler gets of the throughputs with 0, 1, 2, ... drafts: it may stop at the first that falls."""
+        if not self._stops_early:
+            return float(throughput.max())
+        falls = np.flatnonzero(throughput[1:] <= throughput[:-1])
+        return float(throughput[falls[0]] if len(falls) else throughput[-1])
 
     def _explore(self, step: Decoding, choice: DraftChoice) -> DraftChoice:
         """Add the request whose drafts were seen longest ago, when enough time has been saved up for it."""

@@ -57,7 +57,13 @@ class Scheduling:
         self._policy = None
         if config.mode == "auto" and self.prices is not None:
             counts = (gamma,) if selects_on_device else slot_counts(gamma)
-            self._policy = DraftPolicy(self.prices, history, num_rows=num_rows, slot_counts=counts)
+            self._policy = DraftPolicy(
+                self.prices,
+                history,
+                num_rows=num_rows,
+                slot_counts=counts,
+                stops_early=self.config.mode == "early_stop",
+            )
         self.prefixes = PrefixScheduler(
             self.config,
             calibration=calibration,
