@@ -44,7 +44,19 @@ DEFAULT_SECONDS = 470.0
 RTX_WITHOUT_CODE = (90, 100, 103, 110)  # SMs that TensorRT-RTX does not target
 # What the parts import, on a host with nothing else
 KERNEL_MODULES = ("numpy", "torch", "triton", "cuda.bindings", "pytest", "ml_dtypes", "onnx")
-RUNTIME_MODULES = (*KERNEL_MODULES, "array_api_compat", "gguf", "pydantic", "safetensors", "yaml")
+RUNTIME_MODULES = (
+    *(
+        *KERNEL_MODULES,
+        "array_api_compat",
+        "gguf",
+        "huggingface_hub",
+        "jinja2",
+        "pydantic",
+        "safetensors",
+        "tokenizers",
+    ),
+    "yaml",
+)
 VERSIONS = ("torch", "triton", "cuda-bindings", "numpy", "tensorrt", "tensorrt-rtx-cu13")
 
 

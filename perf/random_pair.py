@@ -79,6 +79,6 @@ def random_pair(
         has_own_head=False,
     )
     return (
-        TargetCheckpoint(target, RandomWeights(target_shapes(target), element_type), ()),
-        DrafterCheckpoint(drafter, RandomWeights(drafter_shapes(drafter), element_type), ()),
+        TargetCheckpoint(target, RandomWeights(target_shapes(target), element_type)),
+        DrafterCheckpoint(drafter, RandomWeights(drafter_shapes(drafter), element_type)),
     )

@@ -97,7 +97,7 @@ def test_directory_is_that_of_the_cpu_path_and_says_what_it_is_for(finished: Pat
     assert "torch" in table["provenance"]["versions"]
     assert np.min(np.array(table["draft_ms"])[..., -1]) > 0  # of whole blocks; none costs nothing
     scheduler = (finished / "triton_model_repo" / "dspark" / "config.pbtxt").read_text()
-    assert "lagged_budget" in scheduler
+    assert "auto" in scheduler
 
 
 def test_step_table_is_measured_again_on_another_gpu_and_engines_are_kept(

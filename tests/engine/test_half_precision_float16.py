@@ -94,11 +94,9 @@ def assert_drafts_within_float16(block: DraftBatch, output: DraftOutput, expecte
     is_comparable = np.logical_and.accumulate(before, axis=1)
     logits = expected.draft_logits[is_comparable]
     assert rms(output.draft_logits[is_comparable] - logits) < 8 * ROUNDOFF * logits.std()
-    if expected.confidence_logits is None:
-        assert output.confidence_logits is None
-    else:
-        found, wanted = output.confidence_logits[is_comparable], expected.confidence_logits[is_comparable]
-        np.testing.assert_allclose(found, wanted, atol=32 * ROUNDOFF, rtol=0)
+    found, wanted = output.confidence_logits[is_comparable], expected.confidence_logits[is_comparable]
+    # the margin, without a confidence head, is a difference of two logits
+    np.testing.assert_allclose(found, wanted, atol=64 * ROUNDOFF, rtol=0)
     return float(is_same.mean())
 
 

@@ -41,7 +41,7 @@ def test_without_onnxruntime_the_error_names_the_package_to_install(
     graphs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(EnvironmentMissingError, match=r"pip install 'dspark-trt\[onnxruntime\]'"):
+    with pytest.raises(EnvironmentMissingError, match=r"pip install onnxruntime=="):
         OnnxRuntimeTargetEngine(graphs, SETTINGS)
 
 

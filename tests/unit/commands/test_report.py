@@ -34,10 +34,21 @@ def description(**changes: Any) -> dict[str, Any]:
         "device": "CPU",
         "numerics": "float32",
         "calibration": {"kind": "neutral"},
-        "step_table": {"batch_tokens": [1], "num_requests": [1], "step_ms": [[1.0]], "draft_ms": [1.0]},
+        "step_table": step_table([0], [1.0], 1.0),
         "stages": {"engines": {"key": "k", "created": "today", "outputs": {}}},
         "hashes_verified": False,
     } | changes
+
+
+def step_table(extra_tokens: list[int], milliseconds: list[float], draft_ms: float) -> dict[str, Any]:
+    return {
+        "context_tokens": [128],
+        "num_requests": [1],
+        "extra_tokens": extra_tokens,
+        "step_ms": [[milliseconds]],
+        "num_slots": [2],
+        "draft_ms": [[[draft_ms]]],
+    }
 
 
 def shown(described: dict[str, Any], width: int) -> str:
@@ -47,10 +58,9 @@ def shown(described: dict[str, Any], width: int) -> str:
 
 
 def test_narrow_terminal_loses_no_digit_of_the_step_table() -> None:
-    batch_tokens = [2**index for index in range(10)]
-    milliseconds = [1234.5 + tokens for tokens in batch_tokens]
-    table = {"batch_tokens": batch_tokens, "num_requests": [1], "step_ms": [milliseconds], "draft_ms": [4321.5]}
-    text = shown(description(step_table=table), 60)
+    extra_tokens = [0, *(2**index for index in range(9))]
+    milliseconds = [1234.5 + tokens for tokens in extra_tokens]
+    text = shown(description(step_table=step_table(extra_tokens, milliseconds, 4321.5)), 60)
     assert all(f"{value:.1f}" in text for value in (*milliseconds, 4321.5))
 
 

@@ -43,7 +43,7 @@ def test_a_missing_or_old_package_is_named_with_the_install_line(monkeypatch: py
     assert check_library("tensorrt") == "11.2.0"
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", SimpleNamespace(__version__="1.2.0"))
     with pytest.raises(
-        EnvironmentMissingError, match=r"tensorrt_rtx 1\.7 or later, found 1\.2\.0.*dspark-trt\[tensorrt-rtx\]"
+        EnvironmentMissingError, match=r"tensorrt_rtx 1\.7 or later, found 1\.2\.0.*pip install tensorrt-rtx-cu13=="
     ):
         check_library("tensorrt_rtx")
 
