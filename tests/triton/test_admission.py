@@ -349,5 +349,5 @@ def test_events_and_one_answer_agree(tiny: TritonServer) -> None:
     events, whole = generate_stream(tiny.http_url, **fields), generate(tiny.http_url, **fields)
     assert "".join(event["text_output"] for event in events) == whole["text_output"]
     assert events[-1]["cum_log_probs"] == pytest.approx(whole["cum_log_probs"], rel=1e-4)
-    for name in ("finish_reason", "num_steps", "total_draft_tokens", "total_accepted_draft_tokens", "num_input_tokens"):
+    for name in ("finish_reason", "num_input_tokens"):  # what is drafted depends on the past
         assert events[-1][name] == whole[name]

@@ -340,6 +340,8 @@ def test_leftovers_of_a_supervisor_that_is_gone_are_ended_and_those_of_others_st
     try:
         for region in regions:
             region.write_text("")
+        while dead.encode() not in Path(f"/proc/{orphan.pid}/cmdline").read_bytes():
+            time.sleep(0.01)  # its arguments appear a moment after it has begun
         end_leftovers()
         assert orphan.wait(10) == -signal.SIGKILL
         assert [region.exists() for region in regions] == [False, True, True]
