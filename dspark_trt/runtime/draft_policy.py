@@ -26,7 +26,10 @@ from dspark_trt.runtime.survival_history import NUM_QUANTILES, Ints, SurvivalHis
 
 MIN_GAIN = 0.03  # expected throughput must rise by so much before drafting begins
 KEPT_GAIN = 0.01  # and by so much for it to go on
-EXPLORATION_SHARE = 0.005  # of the time of steps goes into looking again at drafts that are not worth it now
+EXPLORATION_SHARE = 0.005  # of the time of steps may be lost by looking again at drafts that are not worth it now
+FIRST_LOOK_SHARE = 0.1  # of a step, for each request that nothing is known of
+STEPS_BETWEEN_LOOKS = 4
+LEAST_LOSS_SHARE = 0.1  # of what a look costs counts as lost, however good it promises to be
 NUM_EXPLORED_SLOTS = 2
 MAX_STEPS_BETWEEN_CHOICES = 4  # the same requests need no new choice for so many steps
 
@@ -152,16 +155,17 @@ class DraftPolicy:
 
     def _explore(self, step: Decoding, choice: DraftChoice) -> DraftChoice:
         """Add the request whose drafts were seen longest ago, when enough time has been saved up for it."""
-        if choice.is_drafting.all():
+        if self._num_steps % STEPS_BETWEEN_LOOKS or choice.is_drafting.all():
             return choice
         is_new = self._seen_generation[step.rows] != step.generations
         self._seen_generation[step.rows] = step.generations
-        self._seen_at[step.rows[is_new]] = self._num_steps
+        self._seen_at[step.rows[is_new]] = 0  # before all that have been seen
         extra = step.num_extra_tokens
         few = min(each for each in self._slot_counts if each >= min(NUM_EXPLORED_SLOTS, self._slot_counts[-1]))
         num_slots = choice.num_slots or few
         steps_ms = self._prices.plain(step.num_segments, step.context_tokens, extra, extra + num_slots)
-        self._credit_ms += EXPLORATION_SHARE * float(steps_ms[0])
+        plain_ms = float(steps_ms[0])
+        self._credit_ms += (EXPLORATION_SHARE * STEPS_BETWEEN_LOOKS + FIRST_LOOK_SHARE * int(is_new.sum())) * plain_ms
         idle = np.flatnonzero(~choice.is_drafting & (step.caps > 0))
         if not len(idle):
             return choice
@@ -172,9 +176,12 @@ class DraftPolicy:
         )
         cost -= self._prices.draft(drafting, num_slots, step.context_tokens, 0)
         cost += self._prices.drafting_host(drafting + 1) - self._prices.drafting_host(drafting)
-        if self._credit_ms < cost:
+        promise = self._history.expected(step.rows[[explored]], step.generations[[explored]])[0, :, :num_slots]
+        value = float(promise.mean(axis=0).sum()) * plain_ms / len(step.rows)
+        loss = max(cost - value, LEAST_LOSS_SHARE * cost)
+        if self._credit_ms < loss:
             return choice
-        self._credit_ms = 0.0
+        self._credit_ms -= loss
         is_drafting, is_explored = choice.is_drafting.copy(), choice.is_explored.copy()
         is_drafting[explored] = is_explored[explored] = True
         return DraftChoice(num_slots, is_drafting, is_explored)
