@@ -77,8 +77,6 @@ def measure(table: StepTable, num_requests: int) -> dict[str, float | None]:
                 caps=caps,
                 num_pending=pending,
                 context_tokens=256.0 + step,
-                num_segments=num_requests,
-                num_extra_tokens=0,
             )
         )
         chosen = time.perf_counter()

@@ -173,8 +173,6 @@ class _Deciders:
                 caps=np.full(count, self._gamma, dtype=np.int64),
                 num_pending=self._num_pending,
                 context_tokens=self._context_tokens,
-                num_segments=count,
-                num_extra_tokens=0,
             )
         )
 

@@ -5,11 +5,12 @@ Shape letters: `R` requests that decode, `Q` blocks expected of a request, `G` g
 
 Everything it reads is past: survivals of blocks at least two steps old, prices, caps. Drafting is worth its time where
 
-    max over K of  tau(K) / (host + draft + step(P + R + K))   >   R / (host + step(P + R))
+    max over K of  tau(K) / (host + draft + step(R + K))   >   R / (host + step(R))
 
-tau(K) pools the Q equally likely blocks of each request that would draft: the K Q best drafts of them, spread over Q
-steps, are what a scheduler that sees fresh confidences can expect. Requests whose drafts fail are left out first. What
-drafting steps really brought, against what was expected of them, corrects the comparison.
+Prompt tokens stand on neither side: a step that reads prompts is long anyway, but what drafting gains in it, a later
+step would gain as well. tau(K) pools the Q equally likely blocks of each request that would draft: the K Q best drafts
+of them, spread over Q steps, are what a scheduler that sees fresh confidences can expect. Requests whose drafts fail
+are left out first. What drafting steps really brought, against what was expected of them, corrects the comparison.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from dspark_trt.runtime.survival_history import NUM_QUANTILES, Ints, SurvivalHis
 MIN_GAIN = 0.03  # expected throughput must rise by so much before drafting begins
 KEPT_GAIN = 0.01  # and by so much for it to go on
 EXPLORATION_SHARE = 0.005  # of the time of steps may be lost by looking again at drafts that are not worth it now
-FIRST_LOOK_SHARE = 0.1  # of a step, for each request that nothing is known of
+FIRST_LOOK_SHARE = 0.1  # of a request's part of a step, for each request that nothing is known of
 STEPS_BETWEEN_LOOKS = 4
 LEAST_LOSS_SHARE = 0.1  # of what a look costs counts as lost, however good it promises to be
 NUM_EXPLORED_SLOTS = 2
@@ -43,8 +44,6 @@ class Decoding:
     caps: Ints  # [R] drafts that may be verified at most
     num_pending: Ints  # [R] positions that the drafter's context lacks
     context_tokens: float  # mean positions that a request holds
-    num_segments: int  # the requests that decode, and the prompt chunks beside them
-    num_extra_tokens: int  # prompt tokens beyond one a chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +84,7 @@ class DraftPolicy:
         self._seen_at = np.zeros(num_rows, dtype=np.int64)  # the step in which a row's drafts were verified last
         self._seen_generation = np.full(num_rows, -1, dtype=np.int64)
         self._last: DraftChoice | None = None
-        self._last_key: tuple[bytes, int] = (b"", 0)
+        self._last_key = b""
         self._num_kept = 0
 
     def choose(self, step: Decoding) -> DraftChoice:
@@ -104,7 +103,7 @@ class DraftPolicy:
         self._seen_generation[destination] = self._seen_generation[source]
 
     def _best_or_last(self, step: Decoding) -> DraftChoice:
-        key = (step.generations.tobytes(), step.num_extra_tokens)
+        key = step.generations.tobytes()
         if self._last is None or key != self._last_key or self._num_kept >= MAX_STEPS_BETWEEN_CHOICES:
             self._last, self._last_key, self._num_kept = self._best(step), key, 0
         self._num_kept += 1
@@ -118,8 +117,8 @@ class DraftPolicy:
         gains = survival.mean(axis=1)  # [R, G]
         order = np.argsort(-gains.sum(axis=1), kind="stable")
         order = order[step.caps[order] > 0]
-        context, extra = step.context_tokens, step.num_extra_tokens
-        steps_ms = self._prices.plain(step.num_segments, context, extra, extra + num_requests * gamma)
+        context = step.context_tokens
+        steps_ms = self._prices.plain(num_requests, context, 0, num_requests * gamma)
         plain = num_requests / float(steps_ms[0])
         was_drafting = self._last is not None and self._last.num_slots > 0
         threshold = plain * (1.0 + (KEPT_GAIN if was_drafting else MIN_GAIN))
@@ -160,12 +159,12 @@ class DraftPolicy:
         is_new = self._seen_generation[step.rows] != step.generations
         self._seen_generation[step.rows] = step.generations
         self._seen_at[step.rows[is_new]] = 0  # before all that have been seen
-        extra = step.num_extra_tokens
         few = min(each for each in self._slot_counts if each >= min(NUM_EXPLORED_SLOTS, self._slot_counts[-1]))
         num_slots = choice.num_slots or few
-        steps_ms = self._prices.plain(step.num_segments, step.context_tokens, extra, extra + num_slots)
+        steps_ms = self._prices.plain(len(step.rows), step.context_tokens, 0, num_slots)
         plain_ms = float(steps_ms[0])
-        self._credit_ms += (EXPLORATION_SHARE * STEPS_BETWEEN_LOOKS + FIRST_LOOK_SHARE * int(is_new.sum())) * plain_ms
+        first_looks = FIRST_LOOK_SHARE * int(is_new.sum()) / len(step.rows)
+        self._credit_ms += (EXPLORATION_SHARE * STEPS_BETWEEN_LOOKS + first_looks) * plain_ms
         idle = np.flatnonzero(~choice.is_drafting & (step.caps > 0))
         if not len(idle):
             return choice

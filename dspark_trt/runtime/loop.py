@@ -226,8 +226,6 @@ class DecodingLoop:
         choice = DraftChoice.nobody(len(decode))
         if self._scheduling is not None:
             self._scheduling.begin_step()
-            num_prefill = min(sum(state.num_unfilled for state in prompts), prefill_room)
-            num_chunks = min(len(prompts), num_prefill)
             choice = self._scheduling.who_drafts(
                 Decoding(
                     rows=np.array([state.row for state in decode], dtype=np.int64),
@@ -235,8 +233,6 @@ class DecodingLoop:
                     caps=caps,
                     num_pending=self._engines.num_pending(decode),
                     context_tokens=context_tokens,
-                    num_segments=len(decode) + num_chunks,
-                    num_extra_tokens=num_prefill - num_chunks,
                 )
             )
         plan = plan_step(

@@ -22,7 +22,7 @@ from dspark_trt.runtime.state import RequestState
 
 Array = Any  # of the engine's library
 
-MAX_PENDING_POSITIONS = 64  # of a request; more are brought up although nothing is drafted
+MAX_PENDING_POSITIONS = 128  # of a request; more are brought up although nothing is drafted
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,6 @@ class Batch:
                 caps=np.full(len(self.rows), caps),
                 num_pending=np.full(len(self.rows), 1),
                 context_tokens=0.0,
-                num_segments=len(self.rows),
-                num_extra_tokens=0,
             )
         )
         drafting = self.rows[choice.is_drafting]
