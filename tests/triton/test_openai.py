@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,9 @@ QUESTION = "What is the capital of France?"
 CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 NUM_TOKENS = 16
 LONG = 3000
+# How much is drafted depends on measured times, so two equal requests may differ in these.
+DECIDED_BY_THE_SCHEDULE = ("total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate", "num_steps")
+PUBLISHED_WITHIN_S = 1.0  # metrics are brought up to date a few times a second
 GONE_WITHIN_S = 10.0  # on a loaded machine; two steps on a quiet one
 
 
@@ -188,15 +192,17 @@ def test_a_client_that_leaves_frees_its_slot(
     def sample(name: str) -> float:
         return metrics(server.metrics_url)[name]
 
-    cancelled = sample('dspark_requests_total{model="dspark",outcome="cancelled"}')
+    running = 'dspark_requests_running{model="dspark"}'
+    total = 'dspark_requests_total{model="dspark",outcome="cancelled"}'
+    # Metrics are a moment late: a request of the test before must not pass for ours.
+    wait(lambda: sample(running) == 0)
+    time.sleep(PUBLISHED_WITHIN_S)
+    cancelled = sample(total)
     is_openai = path.startswith("/v1")
     prompt = {"prompt": PROMPT, "ignore_eos": True} if is_openai else {"text_input": PROMPT, "end_id": -1}
     body = {**prompt, "max_tokens": LONG, "stream": stream}
-    running = 'dspark_requests_running{model="dspark"}'
     post_and_leave(front_end.url, path, body, is_read=stream, until=lambda: sample(running) == 1)
     wait(lambda: sample(running) == 0, GONE_WITHIN_S)
-    # counters are brought up to date a few times a second
-    total = 'dspark_requests_total{model="dspark",outcome="cancelled"}'
     wait(lambda: sample(total) == cancelled + 1, GONE_WITHIN_S)
 
 
@@ -225,6 +231,8 @@ def test_generate_answers_as_triton_does(server: TritonServer, front_end: FrontE
     assert status == 200
     assert ours.keys() == triton.keys() - set(own_to_triton)
     for name, value in ours.items():
+        if name in DECIDED_BY_THE_SCHEDULE:
+            continue
         assert value == (pytest.approx(triton[name], abs=1e-4) if "log_prob" in name else triton[name]), name
     status, body = request(front_end.url, "/v2/models/ensemble/generate_stream", {**fields, "stream": True})
     streamed = generate_stream(server.http_url, **fields)
