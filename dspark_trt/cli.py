@@ -19,6 +19,7 @@ from dspark_trt import __version__
 from dspark_trt.commands import (
     bench,
     build,
+    calibrate,
     chat,
     doctor,
     evaluate,
@@ -53,6 +54,7 @@ _COMMANDS = (
     bench.bench,
     verify.verify,
     profile.profile,
+    calibrate.calibrate,
     simulate.simulate,
 )
 for _command in _COMMANDS:
