@@ -23,6 +23,7 @@ from dspark_trt.commands import (
     chat,
     doctor,
     evaluate,
+    export,
     generate,
     inspect,
     profile,
@@ -55,6 +56,7 @@ _COMMANDS = (
     verify.verify,
     profile.profile,
     calibrate.calibrate,
+    export.export,
     simulate.simulate,
 )
 for _command in _COMMANDS:
