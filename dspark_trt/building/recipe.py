@@ -69,7 +69,9 @@ class BuildRecipe(BaseModel):
         description="Draft from the N largest base logits of a slot; 0: from all; auto: what measures best.",
     )
     calibration: Annotated[Path | None, Option(default="measured")] = Field(
-        default=None, description="Calibration file to use, as a build writes it, in place of measuring one."
+        default=None,
+        description="Calibration to use in place of measuring one: a build's calibration.json, or temperatures as "
+        "TensorRT-LLM, SGLang or vllm-ascend read them.",
     )
     chat_template_kwargs: Annotated[
         dict[str, Any], Option(default='Qwen3: {"enable_thinking": false}', metavar="JSON")

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dspark_trt.calibration.fit import Quality
+from dspark_trt.calibration.quality import Quality
 from dspark_trt.contract.calibration import Calibration, SlotCalibration
 from dspark_trt.errors import ManifestError, RecipeError
 
@@ -41,6 +41,7 @@ class CalibrationFile(BaseModel):
     num_fit_blocks: int = 0
     before: tuple[dict[str, Any], ...] = ()  # Quality of each position on held-out prompts, without the lines
     after: tuple[dict[str, Any], ...] = ()  # and with them
+    after_temperatures: tuple[dict[str, Any], ...] = ()  # and with `temperatures` alone, as other engines read them
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -63,10 +64,13 @@ class CalibrationFile(BaseModel):
         path.write_text(self.model_dump_json(indent=1) + "\n")
 
 
-def neutral(gamma: int) -> CalibrationFile:
+def neutral(gamma: int, provenance: dict[str, Any] | None = None) -> CalibrationFile:
     """Confidences as the drafter gives them."""
     lines = Lines(slopes=(1.0,) * gamma, offsets=(0.0,) * gamma)
-    return CalibrationFile(kind="neutral", greedy=lines, sampled=lines, temperatures=(1.0,) * gamma)
+    temperatures = (1.0,) * gamma
+    return CalibrationFile(
+        kind="neutral", greedy=lines, sampled=lines, temperatures=temperatures, provenance=provenance or {}
+    )
 
 
 def fitted(
@@ -76,6 +80,7 @@ def fitted(
     num_fit_blocks: int,
     before: list[Quality],
     after: list[Quality],
+    after_temperatures: list[Quality],
     provenance: dict[str, Any],
 ) -> CalibrationFile:
     """What a fit has found."""
@@ -88,6 +93,7 @@ def fitted(
         num_fit_blocks=num_fit_blocks,
         before=tuple(asdict(each) for each in before),
         after=tuple(asdict(each) for each in after),
+        after_temperatures=tuple(asdict(each) for each in after_temperatures),
         provenance=provenance,
     )
 
