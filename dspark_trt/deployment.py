@@ -16,6 +16,7 @@ from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
 from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.lookup import UNMEASURED_LOOKUP
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
@@ -56,6 +57,7 @@ class Deployment:
             step_engine=None if is_wrapped else self.step,
             step_table=self.step_table,
             calibration=self.calibration,
+            lookup=UNMEASURED_LOOKUP,
             eos_token_ids=self.target_spec.eos_token_ids,
             decode=self.codec.decode,
             scheduler=scheduler,
