@@ -43,16 +43,21 @@ def fit(recording: Recording) -> Calibration:
 
 
 def fit_temperatures(recording: Recording) -> list[float]:
-    """T_j of plain Sequential Temperature Scaling: left to right, the smallest cumulative ECE on a grid."""
+    """T_j of plain Sequential Temperature Scaling: left to right, the smallest cumulative ECE on a grid.
+
+    1 for a slot that too few blocks reach.
+    """
+    enough = reaching(recording) >= MIN_REACHING
     logits = recording.confidence_logits.astype(np.float64)
     predicted, observed = np.ones(len(recording)), np.ones(len(recording))
     temperatures = []
     for slot in range(logits.shape[1]):
         observed = observed * recording.acceptance[:, slot]
-        candidates = [predicted * _sigmoid(logits[:, slot] / temperature) for temperature in TEMPERATURES]
+        grid = TEMPERATURES if enough[slot] else np.ones(1)
+        candidates = [predicted * _sigmoid(logits[:, slot] / temperature) for temperature in grid]
         best = int(np.argmin([expected_calibration_error(each, observed) for each in candidates]))
         predicted = candidates[best]
-        temperatures.append(float(TEMPERATURES[best]))
+        temperatures.append(float(grid[best]))
     return temperatures
 
 

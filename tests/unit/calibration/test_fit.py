@@ -84,6 +84,8 @@ def test_slot_that_too_few_blocks_reach_stays_neutral_and_the_others_are_fitted(
     found = fit(recording)
     assert (found.greedy.slopes[2], found.greedy.offsets[2]) == (1.0, 0.0)
     assert found.greedy.slopes[0] != 1.0
+    temperatures = fit_temperatures(recording)
+    assert temperatures[2] == 1.0 != temperatures[0]
     before = recording.acceptance[:, 0] * recording.acceptance[:, 1]
     np.testing.assert_allclose(reaching(recording), [4000, recording.acceptance[:, 0].sum(), before.sum()])
 
