@@ -17,7 +17,7 @@ from dspark_trt.contract.calibration import Calibration, SlotCalibration
 
 Floats = NDArray[np.float64]
 
-MIN_BLOCKS = 400  # of a regime; with fewer its lines stay neutral
+MIN_BLOCKS = 400  # of a regime; with fewer it takes the lines of all blocks; of all, with fewer they stay neutral
 MIN_REACHING = 50  # blocks whose drafts before a slot are accepted; with fewer the slot stays neutral
 MIN_SLOPE = 0.02
 TEMPERATURES = np.exp(np.linspace(np.log(0.2), np.log(8.0), 80))
@@ -26,20 +26,15 @@ _NUM_NEWTON_STEPS = 30
 
 
 def fit(recording: Recording) -> Calibration:
-    """Lines for greedy requests and for those that sample, each from its own blocks."""
+    """Lines for greedy requests and for those that sample, each from its own blocks where they are enough, else from
+    all of them."""
     gamma = recording.confidence_logits.shape[1]
-    neutral = Calibration.from_temperatures([1.0] * gamma).greedy
-    lines = []
-    for of_regime in (recording.is_greedy, ~recording.is_greedy):
-        part = recording.chosen(of_regime)
-        lines.append(_fit_lines(part) if len(part) >= MIN_BLOCKS else None)
-    greedy, sampled = lines
-    observed = np.cumprod(recording.acceptance, axis=1).mean(axis=0) if len(recording) else np.ones(gamma)
-    return Calibration(
-        greedy=greedy or sampled or neutral,
-        sampled=sampled or greedy or neutral,
-        survival=tuple(float(each) for each in observed) if len(recording) >= MIN_BLOCKS else (),
-    )
+    if len(recording) < MIN_BLOCKS:
+        return Calibration.from_temperatures([1.0] * gamma)
+    parts = [recording.chosen(of_regime) for of_regime in (recording.is_greedy, ~recording.is_greedy)]
+    greedy, sampled = (_fit_lines(part if len(part) >= MIN_BLOCKS else recording) for part in parts)
+    observed = np.cumprod(recording.acceptance, axis=1).mean(axis=0)
+    return Calibration(greedy, sampled, survival=tuple(float(each) for each in observed))
 
 
 def fit_temperatures(recording: Recording) -> list[float]:

@@ -52,8 +52,7 @@ def facts(found: CalibrationFile) -> list[str]:
         return [*lines, f"neutral: too few blocks, expected {needed}; raise --seconds or give more --prompts"]
     for regime, count in provenance["num_fit_blocks"].items():
         if count < MIN_BLOCKS:
-            other = "sampled" if regime == "greedy" else "greedy"
-            lines.append(f"{regime}: {count} blocks are too few, {MIN_BLOCKS} expected; takes the lines of {other}")
+            lines.append(f"{regime}: {count} blocks are too few, {MIN_BLOCKS} expected; takes the lines of all blocks")
             continue
         few = [str(at) for at, each in enumerate(provenance["num_reaching"][regime], 1) if each < MIN_REACHING]
         if few:
