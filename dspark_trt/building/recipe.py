@@ -56,6 +56,11 @@ class BuildRecipe(BaseModel):
         "threshold:C, "
         "early_stop, lagged_budget or auto.",
     )
+    lookup: Literal["auto", "off"] = Field(
+        default="auto",
+        description="Drafts copied from a request's own text where it repeats itself; auto: in scheduler mode auto, "
+        "where they promise more than the drafter's.",
+    )
     draft_vocab: Annotated[str | int, Option(metavar="auto|all|N")] = Field(
         default="auto",
         description="Token ids that the drafter proposes: all, the N most frequent, or what measures best.",

@@ -11,6 +11,7 @@ import numpy as np
 
 from dspark_trt.calibration.file import CalibrationFile, fitted, neutral
 from dspark_trt.calibration.fit import MIN_BLOCKS, fit, fit_temperatures, reaching
+from dspark_trt.calibration.lookup import Answer, fit_lookup
 from dspark_trt.calibration.prompts import Prompt
 from dspark_trt.calibration.quality import qualities
 from dspark_trt.calibration.record import Recorder, Recording
@@ -48,6 +49,7 @@ def record_blocks(
     recorder = Recorder(group_of=lambda request_id: int(request_id.split("-")[0]))
     loop = make_loop(SchedulerConfig("fixed"), recorder.on_verified)
     # prompt by prompt, so that whatever the budget allows holds every regime and, by their order, every kind
+    tokens: dict[str, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda index: (index % 40, index))
     for sample, index in itertools.product(range(num_samples), order):
         prompt_ids = tuple(encode(prompts[index].prompt))
@@ -59,11 +61,14 @@ def record_blocks(
             seed = sample * len(prompts) + index
             sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
             request_id = f"{index}-{sample}-{number}"
+            tokens[request_id] = []
+            recorder.answers.append(Answer(prompt_ids, tokens[request_id], is_greedy=temperature == 0))
             loop.submit(GenerationRequest(request_id=request_id, prompt_ids=prompt_ids, sampling=sampling))
     started = time.monotonic()
     total = loop.num_queued
     while loop.has_work and (elapsed := time.monotonic() - started) < budget_s:
-        loop.step()
+        for emission in loop.step():
+            tokens[emission.request_id] += emission.token_ids
         progress(max(elapsed / budget_s, 1 - (loop.num_queued + loop.num_running) / max(total, 1)))
     return recorder
 
@@ -95,6 +100,7 @@ def calibrate(
         progress=progress,
     )
     to_fit, held_out = _split(recorder.recording(gamma), prompts)
+    lookup = fit_lookup(recorder.answers)
     provenance = {
         "num_prompts": len(prompts),
         "num_fit_prompts": len(np.unique(to_fit.groups)),
@@ -113,7 +119,7 @@ def calibrate(
             "drafter gives them; `dspark-trt calibrate` takes longer",
             *(len(to_fit), len(held_out), budget_s, MIN_BLOCKS, MIN_BLOCKS // 4),
         )
-        return neutral(gamma, provenance)
+        return neutral(gamma, provenance, lookup)
     calibration, temperatures = fit(to_fit), fit_temperatures(to_fit)
     return fitted(
         calibration,
@@ -123,6 +129,7 @@ def calibrate(
         after=qualities(held_out, calibration),
         after_temperatures=qualities(held_out, Calibration.from_temperatures(temperatures)),
         provenance=provenance,
+        lookup=lookup,
     )
 
 

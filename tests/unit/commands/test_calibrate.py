@@ -122,6 +122,16 @@ def test_imported_temperatures_are_what_a_server_divides_by(copied: Path, tmp_pa
     assert load_deployment(copied).calibration.greedy.slopes == pytest.approx([1 / 1.5] * gamma)
 
 
+def test_import_keeps_what_the_build_measured_of_its_drafts(calibrated: Calibrated, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(calibrated.folder, tmp_path / "copy"))
+    measured = load_calibration(folder / CALIBRATION)
+    calibrate(folder, "--import", str(write_temperatures(tmp_path / "sts.json", gamma_of(folder))))
+    found = load_calibration(folder / CALIBRATION)
+    assert found.kind == "imported"
+    assert found.survival == measured.survival != ()
+    assert found.lookup == measured.lookup is not None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
