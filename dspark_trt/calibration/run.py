@@ -103,6 +103,8 @@ def calibrate(
     lookup = fit_lookup(recorder.answers)
     provenance = {
         "num_prompts": len(prompts),
+        "num_fit_prompts": len(np.unique(to_fit.groups)),
+        "num_held_out_prompts": len(np.unique(held_out.groups)),
         "num_fit_blocks": _by_regime(to_fit),
         "num_held_out_blocks": _by_regime(held_out),
         "num_reaching": {name: _reaching(to_fit, is_greedy) for name, is_greedy in _REGIMES.items()},
