@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dspark_trt.building.calibration_stage import gamma_of, measure
+from dspark_trt.building.calibration_stage import given_for, measure
 from dspark_trt.building.context import Context
 from dspark_trt.building.renew import renew
 from dspark_trt.building.stages import STAGES
 from dspark_trt.calibration.file import CALIBRATION_FILE, CalibrationFile
-from dspark_trt.calibration.given import read_given
 from dspark_trt.calibration.prompts import Prompt
 from dspark_trt.log import Progress
 
@@ -44,7 +43,7 @@ def import_calibration(folder: Path, path: Path) -> CalibrationFile:
 
     Raises RecipeError when the file is not acceptable, else as `renew`.
     """
-    given = read_given(path, gamma_of(folder), said_in="--import")
+    given = given_for(folder, path, said_in="--import")
     return _replace(folder, lambda context, report: given, lambda fraction: None, is_measured=False)
 
 
