@@ -138,7 +138,7 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
         **_drafter(recipe["drafter"], drafter),
         "engine": _engine(description),
         "numerics": description["numerics"],
-        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, "
+        "limits": f"{recipe['max_requests']} requests, {recipe['max_seq_len']} positions, "
         f"{recipe['max_batch_tokens']} tokens a step",
         "calibration": description["calibration"]["kind"],
     }
