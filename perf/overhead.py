@@ -50,7 +50,9 @@ class Timed:
 
 def measure(deployment: Deployment, num_requests: int, setting: str, mode: str) -> dict[str, Any]:
     target, drafter = Timed(deployment.target), Timed(deployment.drafter)
-    loop = deployment.make_loop(parse_scheduler(mode), target=target, drafter=drafter)
+    loop = deployment.make_loop(
+        parse_scheduler(mode), target=target, drafter=None if deployment.drafter is None else drafter
+    )
     prompt = tuple(deployment.codec.encode_chat([{"role": "user", "content": PROMPT}]))
     for index in range(num_requests):
         sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=index, ignore_eos=True, **SETTINGS[setting])

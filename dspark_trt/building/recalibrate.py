@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dspark_trt.building.calibration_stage import gamma_of, measure
+from dspark_trt.building.calibration_stage import given_for, measure
 from dspark_trt.building.context import Context
 from dspark_trt.building.renew import renew
 from dspark_trt.building.stages import STAGES
 from dspark_trt.calibration.file import CALIBRATION_FILE, CalibrationFile, load_calibration
-from dspark_trt.calibration.given import read_given
 from dspark_trt.calibration.prompts import Prompt
 from dspark_trt.errors import ManifestError
 from dspark_trt.log import Progress
@@ -47,9 +46,8 @@ def import_calibration(folder: Path, path: Path) -> CalibrationFile:
 
     Raises RecipeError when the file is not acceptable, else as `renew`.
     """
-    gamma = gamma_of(folder)
-    given = read_given(path, gamma, said_in="--import")
-    known = _known(folder, gamma)
+    given = given_for(folder, path, said_in="--import")
+    known = _known(folder, len(given.temperatures))
     if known is not None:
         kept = {"survival": given.survival or known.survival, "lookup": given.lookup or known.lookup}
         given = given.model_copy(update=kept)

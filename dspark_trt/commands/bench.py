@@ -74,7 +74,7 @@ def bench(
         )
     texts = bench_prompts(deployment, prompts)
     plan = Plan(
-        modes=asked or default_modes(deployment.drafter.gamma, is_short=quick),
+        modes=asked or default_modes(deployment.gamma, is_short=quick),
         concurrencies=counts,
         kinds=tuple(kinds.split(",")) if kinds else (MIXED, *sorted({prompt.kind for prompt in texts})),
         repeats=repeats or (3 if quick else 5),

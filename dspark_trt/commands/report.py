@@ -135,8 +135,7 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
     recipe, target, drafter = description["recipe"], description["target"], description["drafter"]
     facts = {
         "target": f"{recipe['target']} ({_decoder(target)})",
-        "drafter": f"{recipe['drafter']} ({_decoder(drafter)})",
-        "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {list(drafter['target_layer_ids'])}",
+        **_drafter(recipe["drafter"], drafter),
         "engine": _engine(description),
         "numerics": description["numerics"],
         "limits": f"{recipe['max_requests']} requests, {recipe['max_seq_len']} positions, "
@@ -178,6 +177,19 @@ def _calibration(data: dict[str, Any]) -> str:
 def _decoder(spec: dict[str, Any]) -> str:
     decoder = spec["decoder"]
     return f"{decoder['num_layers']} layers, hidden {decoder['hidden_size']}, vocabulary {decoder['vocab_size']}"
+
+
+def _drafter(source: str, drafter: dict[str, Any]) -> dict[str, str]:
+    if drafter.get("kind") == "ngram":
+        return {
+            "drafter": f"{source} (no model)",
+            "drafting": f"up to {drafter['gamma']} drafts copied from each request's own text",
+        }
+    taps = list(drafter["target_layer_ids"])
+    return {
+        "drafter": f"{source} ({_decoder(drafter)})",
+        "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {taps}",
+    }
 
 
 def _head(drafter: dict[str, Any]) -> str:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.building.finished import read_finished
-from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
+from dspark_trt.checkpoints.spec import NgramSpec
+from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
 from dspark_trt.contract.dims import CacheDims, FloatType, drafter_dims, target_dims
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.settings import read_engine_settings
@@ -37,16 +38,16 @@ def footprint(build_dir: Path) -> Footprint:
     settings: dict[str, Any] = stages["graphs"].settings
     limits = EngineLimits(**settings["limits"])
     element_type = _ELEMENT_TYPES.get(settings["precision"], "float32")
-    checkpoints = build_dir / "checkpoints"
-    target = target_spec_from_json(json.loads((checkpoints / "target.json").read_text()))
-    drafter = drafter_spec_from_json(json.loads((checkpoints / "drafter.json").read_text()))
+    target = target_spec_from_json(json.loads((build_dir / "checkpoints" / "target.json").read_text()))
+    drafter = read_draft_source(build_dir)
     on_device = bool(settings["is_on_device"])
-    caches = (
+    caches = [
         target_dims(
             target, num_taps=drafter.num_taps, limits=limits, attention="standard" if on_device else "gqa"
-        ).cache,
-        drafter_dims(drafter, limits=limits, attention="standard" if on_device else "drafter").cache,
-    )
+        ).cache
+    ]
+    if not isinstance(drafter, NgramSpec):
+        caches.append(drafter_dims(drafter, limits=limits, attention="standard" if on_device else "drafter").cache)
     weights = [path for path in (build_dir / "graphs").iterdir() if path.suffix != ".json"]
     return Footprint(
         limits, sum(_bytes(cache, element_type) for cache in caches), sum(path.stat().st_size for path in weights)

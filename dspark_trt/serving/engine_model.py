@@ -62,7 +62,7 @@ class EngineModel:
                 model_name,
                 max_requests=engine_limits.max_requests,
                 max_seq_len=engine_limits.max_seq_len,
-                gamma=self._deployment.drafter.gamma if self._deployment.drafter else 0,
+                gamma=self._deployment.gamma,
                 table_made_at=datetime.fromisoformat(read_manifest(build_dir / "steptable").created),
             ),
         )

@@ -126,8 +126,9 @@ def sweep(
 
 def profile(
     target: TargetEngine,
-    drafter: DraftEngine,
+    drafter: DraftEngine | None,
     *,
+    gamma: int,
     provenance: dict[str, Any],
     is_padded: bool = False,
     progress: Progress = lambda fraction: None,
@@ -137,15 +138,21 @@ def profile(
     """Measure the grid.
 
     Args:
+        drafter: None: nothing of it is measured.
+        gamma: drafts of a request that a step verifies at most.
         is_padded: calls are padded to powers of two, so those are the sizes to time.
         synchronize: waits for what the engines have enqueued; a call is timed until then.
         num_warm_ups: calls of each kind before those that count.
     """
-    limits, gamma = target.limits, drafter.gamma
-    requests, depths, slots = request_grid(limits.max_requests), context_grid(limits, gamma), slot_counts(gamma)
+    limits = target.limits
+    requests, depths = request_grid(limits.max_requests), context_grid(limits, gamma)
+    slots: tuple[int, ...] = ()
+    ingested: tuple[int, ...] = ()
     grid = padded_extra_grid if is_padded else extra_grid
     extras = {count: grid(count, gamma, limits) for count in requests}
-    ingested = tuple(sorted({min(count, limits.max_batch_tokens) for count in (1, 4, 16, 64, 256)}))
+    if drafter is not None:
+        slots = slot_counts(gamma)
+        ingested = tuple(sorted({min(count, limits.max_batch_tokens) for count in (1, 4, 16, 64, 256)}))
     calls: dict[Key, Callable[[], object]] = {}
     for depth in depths:
         for count in requests:
@@ -153,8 +160,10 @@ def profile(
                 batch = verification_batch(count, count + extra, gamma, depth, limits.max_requests)
                 calls["step", depth, count, extra] = partial(target.forward, batch)
             for num_slots in slots:
+                assert drafter is not None, "it has slots"
                 calls["draft", depth, count, num_slots] = partial(drafter.draft, _block(count, num_slots, depth))
     for num_tokens in ingested:
+        assert drafter is not None, "it takes taps"
         calls["ingest", 0, 0, num_tokens] = partial(drafter.ingest, _ingest(target, num_tokens, gamma, depths[0]))
     measured = sweep(calls, progress, synchronize=synchronize, num_warm_ups=num_warm_ups)
     progress(1.0)

@@ -26,3 +26,11 @@ def make_tiny_build(folder: Path) -> Path:
     )
     build(recipe, folder / "build")
     return folder / "build"
+
+
+def make_ngram_build(folder: Path) -> Path:
+    """A target alone, whose drafts are copied from each request's own text."""
+    target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True)
+    limits = {"max_requests": 4, "max_seq_len": 96, "max_batch_tokens": 64}
+    build(BuildRecipe(target=str(target), drafter="ngram", lookup_drafts=5, num_threads=1, **limits), folder / "build")
+    return folder / "build"
