@@ -85,11 +85,12 @@ def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
     limits, is_on_device = context.limits, context.is_on_device
     # what does not fit the drafter is said before the target's weights are written
     check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
-    check_top_n(drafter.spec.decoder.vocab_size, context.recipe.markov_top_n or 0)
+    check_top_n(drafter.spec.num_draft_ids, context.recipe.markov_top_n or 0)
     write_target_graph(
         target,
         folder,
         taps=drafter.spec.target_layer_ids,
+        norm_last_tap=drafter.spec.is_last_tap_normed,
         limits=limits,
         gamma=drafter.spec.gamma,
         precision=precision,

@@ -4,6 +4,7 @@
 |---|---|---|
 | target, causal over packed tokens | `gqa` | `standard` |
 | drafter, bidirectional inside the block | `drafter` | `standard` |
+| drafter, causal or with a window in some layer | `standard` | `standard` |
 | drafter, context that only enters the cache | `drafter` | `standard` |
 
 An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec
 from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
@@ -58,6 +59,17 @@ def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
     return "standard"
 
 
+def usable_block_form(wanted: Attention, spec: DrafterSpec) -> Attention:
+    """As `usable_form`, and `standard` where a layer is causal or has a window, which `drafter` has not."""
+    if wanted == "drafter" and not spec.is_plain_attention:
+        logger.warning(
+            "the drafter's layers are causal or have a sliding window: attention falls back to standard operators, "
+            "whose cost follows max_seq_len"
+        )
+        return "standard"
+    return usable_form(wanted, spec.decoder, "drafter")
+
+
 def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> AttentionEmitter:
     """For the target: a token at position p sees the positions up to p of its row.
     A row verifies `gamma` drafts at most."""
@@ -69,14 +81,15 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
 
 
-def block_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, positions: str) -> AttentionEmitter:
-    """For the draft block: every slot sees the context before the anchor and all slots (paper section 3.1).
+def block_attention(builder: GraphBuilder, spec: DrafterSpec, dims: DrafterDims, positions: str) -> AttentionEmitter:
+    """For the draft block: every slot sees the context before the anchor and all slots (paper section 3.1), or less
+    where a layer says so.
 
-    `positions` [R * G] of every slot.
+    `positions` [R * block_length] of the blocks.
     """
     match dims.attention:
         case "drafter":
-            return FoldedBlockAttention(builder, spec, gamma=dims.gamma, positions=positions)
+            return FoldedBlockAttention(builder, spec.decoder, length=dims.block_length, positions=positions)
         case "standard":
             return StandardBlockAttention(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")

@@ -6,8 +6,8 @@ The block's keys and values are written behind the context first, where no valid
 overwrites them. What remains is a decode call of `com.microsoft.GroupQueryAttention`: in place, no mask, no copy of the
 context, work by live length.
 
-Shape letters: `R` requests, `G` gamma, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head dim, `T` context
-tokens.
+Shape letters: `R` requests, `G` positions of a block, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head
+dim, `T` context tokens.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ class ScatterContext:
 class FoldedBlockAttention:
     """Bidirectional attention of draft blocks."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, *, gamma: int, positions: str) -> None:
-        """`positions` [R * G] of every slot."""
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, *, length: int, positions: str) -> None:
+        """`positions` [R * G] of blocks of `length`."""
         self._builder = builder
         self._spec = spec
-        self._gamma = gamma
+        self._length = length
         with builder.scope("rows"):
             self._indices = _head_indices(
                 builder,
                 builder.op("Unsqueeze", bindings.BLOCK_ROWS, builder.vector(1, 2, 3)),
-                builder.op("Reshape", positions, builder.vector(-1, gamma, 1, 1)),
+                builder.op("Reshape", positions, builder.vector(-1, length, 1, 1)),
                 spec.num_kv_heads,
             )  # [R, G, K, 3]
             self._row_requests = builder.op("Unsqueeze", bindings.ROW_REQUESTS, builder.vector(1))  # [B, 1]
             last = builder.op(
                 "Add",
                 builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS),
-                builder.scalar(gamma - 1),
+                builder.scalar(length - 1),
             )
             # a row without request: the operator leaves it alone, and 0 is the last position it accepts in any case
             last = builder.op("Mul", last, bindings.ROW_QUERY_LENGTHS)
@@ -91,7 +91,7 @@ class FoldedBlockAttention:
                 bindings.cache_output(bindings.value_cache(bindings.CONTEXT, layer)),
             ),
             domain=CONTRIB_DOMAIN,
-            num_heads=spec.num_heads * self._gamma,
+            num_heads=spec.num_heads * self._length,
             kv_num_heads=spec.num_kv_heads,
         )
         return self._unfold(attended)
@@ -102,25 +102,25 @@ class FoldedBlockAttention:
         The operator has to be given at least one new position: it gets the last slot, which it writes a second time.
         """
         builder, spec = self._builder, self._spec
-        heads = builder.op("Reshape", x, builder.vector(-1, self._gamma, spec.num_kv_heads, spec.head_dim))
+        heads = builder.op("Reshape", x, builder.vector(-1, self._length, spec.num_kv_heads, spec.head_dim))
         written = builder.op("ScatterND", cache, self._indices, heads, output=bindings.cache_block_output(cache))
-        slots = builder.op("Reshape", x, builder.vector(-1, self._gamma, spec.num_kv_heads * spec.head_dim))
-        last = builder.op("Gather", slots, builder.scalar(self._gamma - 1), axis=1)  # [R, K * H]
+        slots = builder.op("Reshape", x, builder.vector(-1, self._length, spec.num_kv_heads * spec.head_dim))
+        last = builder.op("Gather", slots, builder.scalar(self._length - 1), axis=1)  # [R, K * H]
         return written, builder.op("Gather", last, self._row_requests, axis=0)
 
     def _fold(self, query: str) -> str:
         """[R * G, N * H] -> [B, 1, N * G * H]."""
         builder, spec = self._builder, self._spec
-        slots = builder.op("Reshape", query, builder.vector(-1, self._gamma, spec.num_heads, spec.head_dim))
+        slots = builder.op("Reshape", query, builder.vector(-1, self._length, spec.num_heads, spec.head_dim))
         heads = builder.op("Transpose", slots, perm=[0, 2, 1, 3])
-        folded = builder.op("Reshape", heads, builder.vector(0, spec.num_heads * self._gamma * spec.head_dim))
+        folded = builder.op("Reshape", heads, builder.vector(0, spec.num_heads * self._length * spec.head_dim))
         return builder.op("Gather", folded, self._row_requests, axis=0)
 
     def _unfold(self, attended: str) -> str:
         """[B, 1, N * G * H] -> [R * G, N * H]."""
         builder, spec = self._builder, self._spec
         blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)
-        heads = builder.op("Reshape", blocks, builder.vector(0, spec.num_heads, self._gamma, spec.head_dim))
+        heads = builder.op("Reshape", blocks, builder.vector(0, spec.num_heads, self._length, spec.head_dim))
         slots = builder.op("Transpose", heads, perm=[0, 2, 1, 3])
         return builder.op("Reshape", slots, builder.vector(-1, spec.num_heads * spec.head_dim))
 

@@ -19,7 +19,7 @@ from dspark_trt.contract.dims import Attention, DrafterDims, drafter_dims, to_me
 from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm, slot_counts
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
+from dspark_trt.graphs.attention import block_attention, context_writer, usable_block_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
 from dspark_trt.graphs.heads import emit_markov_head
@@ -50,7 +50,7 @@ def write_drafter_graphs(
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
-    attention = usable_form(attention, spec.decoder, "drafter")
+    attention = usable_block_form(attention, spec)
     numbers = numbers_of(precision, attention)
     ids = form.draft_vocab
     store: WeightStore = drafter.weights
@@ -137,14 +137,14 @@ def _emit_backbone(
     bits: Quantisation,
     numbers: Numbers,
 ) -> str:
-    """h of every slot after the final norm, [R * G, D]."""
+    """h of every slot after the final norm, [R * G, D]; of a mask-first block without the anchor's position."""
     for binding in bindings.draft_inputs(dims):
         builder.input(binding)
     for binding in bindings.draft_outputs(dims):
         builder.output(binding)
     past = builder.op("Unsqueeze", bindings.PAST_LENGTHS, builder.vector(1))  # [R, 1]
-    slots = builder.constant(np.arange(dims.gamma, dtype=np.int64))
-    positions = builder.op("Reshape", builder.op("Add", past, slots), builder.vector(-1))  # [R * G]
+    places = builder.constant(np.arange(dims.block_length, dtype=np.int64))
+    positions = builder.op("Reshape", builder.op("Add", past, places), builder.vector(-1))  # [R * length]
     parts = DecoderParts(
         builder,
         spec.decoder,
@@ -152,16 +152,20 @@ def _emit_backbone(
         numbers,
         bits=bits.drafter_layers,
         positions=positions,
-        num_positions=dims.limits.max_seq_len + dims.gamma,
+        num_positions=dims.limits.max_seq_len + dims.block_length,
     )
-    attention = block_attention(builder, spec.decoder, dims, positions)
+    attention = block_attention(builder, spec, dims, positions)
     embedding_source = weights if spec.has_own_embedding else shared
     embedding = builder.initializer(embedding_source.tensor(EMBEDDING, dims.element_type))
     anchors = builder.op("Unsqueeze", bindings.ANCHOR_IDS, builder.vector(1))  # [R, 1]
-    # anchor, mask x (G - 1): the anchor takes the place of the first mask
-    is_anchor = builder.constant(np.arange(dims.gamma) == 0)
-    block = builder.op("Where", is_anchor, anchors, builder.scalar(spec.mask_token_id))  # [R, G]
+    # the anchor, then masks
+    is_anchor = builder.constant(np.arange(dims.block_length) == 0)
+    block = builder.op("Where", is_anchor, anchors, builder.scalar(spec.mask_token_id))  # [R, length]
     x = builder.op("Gather", embedding, builder.op("Reshape", block, builder.vector(-1)), axis=0)
     for layer in range(spec.decoder.num_layers):
         x = parts.layer(layer, x, attention)
+    if dims.is_mask_first:
+        blocks = builder.op("Reshape", x, builder.vector(-1, dims.block_length, dims.hidden_size))
+        slots = builder.op("Gather", blocks, builder.constant(np.arange(1, dims.block_length)), axis=1)
+        x = builder.op("Reshape", slots, builder.vector(-1, dims.hidden_size))
     return parts.norm(x, "norm")

@@ -49,9 +49,13 @@ class RowGroupAttention:
         padded = packed[self._tokens].transpose(1, 2).masked_fill(self._is_idle, 0)  # [B, K, S, H]
         cache.scatter_(2, self._positions[:, None, :, None].expand(padded.shape), padded)
 
-    def mask_to(self, last_seen: torch.Tensor, capacity: int) -> torch.Tensor:
-        """True where a query may look, [B, 1, N / K * S, C], from the last position that each sees, [B, S]."""
-        is_visible = torch.arange(capacity, device=last_seen.device) <= last_seen[:, :, None]  # [B, S, C]
+    def mask_to(self, last_seen: torch.Tensor, capacity: int, first_seen: torch.Tensor | None = None) -> torch.Tensor:
+        """True where a query may look, [B, 1, N / K * S, C], from the last position that each sees, [B, S], and the
+        first one."""
+        positions = torch.arange(capacity, device=last_seen.device)
+        is_visible = positions <= last_seen[:, :, None]  # [B, S, C]
+        if first_seen is not None:
+            is_visible = is_visible & (positions >= first_seen[:, :, None])
         group = self._spec.num_heads // self._spec.num_kv_heads
         return is_visible[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
 
