@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dspark_trt.building.drafter_choice import Asked, Evidence, candidates, choo
 from dspark_trt.building.loops import UnpricedLoops
 from dspark_trt.calibration.prompts import packaged_prompts
 from dspark_trt.calibration.run import record_blocks
+from dspark_trt.checkpoints.spec import DrafterCheckpoint
 from dspark_trt.contract import bindings
 from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.protocol import DraftEngine, TargetBatch, TargetEngine
@@ -38,10 +40,10 @@ def write_drafter(context: Context, folder: Path, progress: Progress) -> None:
     if context.is_on_device or context.precision != "fp32":
         form = DrafterForm(markov_top_n=recipe.markov_top_n or 0)
         _write(context, folder, form)
-        _write_report(folder, form, [], context.drafter.spec.decoder.vocab_size)
+        _write_report(folder, form, [], context.drafter.spec.num_draft_ids)
         return
-    vocab_size = context.drafter.spec.decoder.vocab_size
-    forms = candidates(asked, _no_evidence(vocab_size), vocab_size)
+    vocab_size = context.drafter.spec.num_draft_ids
+    forms = candidates(asked, _no_evidence(context.drafter), vocab_size)
     found: list[dict[str, object]] = []
     form = forms[0]
     if len(forms) > 1:
@@ -104,7 +106,11 @@ def _evidence(context: Context, folder: Path, progress: Progress) -> Evidence:
     )
     plain_ms = {count: _plain_ms(target, count) for count in (1, 8) if count <= context.limits.max_slots}
     vocab_size = context.drafter.spec.decoder.vocab_size
-    return evidence_of(recorder, gamma=gamma, vocab_size=vocab_size, plain_ms=plain_ms)
+    evidence = evidence_of(recorder, gamma=gamma, vocab_size=vocab_size, plain_ms=plain_ms)
+    own_ids = context.drafter.draft_ids
+    if own_ids is None:
+        return evidence
+    return replace(evidence, ranked_ids=evidence.ranked_ids[np.isin(evidence.ranked_ids, own_ids)])
 
 
 def _plain_ms(target: TargetEngine, num_requests: int) -> float:
@@ -120,9 +126,11 @@ def _plain_ms(target: TargetEngine, num_requests: int) -> float:
     return statistics.median(times[1:])
 
 
-def _no_evidence(vocab_size: int) -> Evidence:
+def _no_evidence(drafter: DrafterCheckpoint) -> Evidence:
     """Ids in their own order."""
-    return Evidence(np.arange(vocab_size, dtype=np.int64), np.empty(0, np.int64), 0.0, {})
+    own_ids = drafter.draft_ids
+    ranked = np.arange(drafter.spec.decoder.vocab_size, dtype=np.int64) if own_ids is None else own_ids
+    return Evidence(ranked, np.empty(0, np.int64), 0.0, {})
 
 
 def _drafter_files(folder: Path) -> list[Path]:

@@ -90,7 +90,12 @@ def open_reference_sessions(
             ),
             ingest=TorchIngestSession(drafter.spec, drafter_weights, of_drafter),
             draft=TorchDraftSession(
-                drafter.spec, drafter_weights, of_drafter, target_spec=target.spec, target_weights=target_weights
+                drafter.spec,
+                drafter_weights,
+                of_drafter,
+                target_spec=target.spec,
+                target_weights=target_weights,
+                draft_ids=drafter.draft_ids,
             ),
             select=TorchSelectSession(of_drafter, device),
         )

@@ -16,15 +16,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from dspark_trt_plugins.markov_head.form import W2
+from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import BlockAttention, DrafterSpec, TargetSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.drafter_form import LOWEST, columns_of
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.session import Tensors
+from dspark_trt.graphs.weights import SelectedRows
 from dspark_trt.reference.attention import RowGroupAttention, causal_limits
 from dspark_trt.reference.model import ReferenceDecoder
 from dspark_trt.reference.sequential import SequentialStage
@@ -148,14 +153,22 @@ class TorchDraftSession(TorchSession):
         *,
         target_spec: TargetSpec,
         target_weights: ReferenceWeights,
+        draft_ids: NDArray[np.int64] | None = None,
     ) -> None:
-        """An embedding or head that the drafter does not own is the target's, the same tensor.
+        """`draft_ids` as in DrafterCheckpoint. An embedding or head that the drafter does not own is the target's, the
+        same tensor.
 
         Raises EnvironmentMissingError and EngineBuildError as SequentialStage does.
         """
         self._dims = dims
         self._spec = spec
         self._decoder = ReferenceDecoder(spec.decoder, weights)
+        self._columns: torch.Tensor | None = None
+        if draft_ids is not None:
+            columns = columns_of(draft_ids, spec.decoder.vocab_size)
+            self._columns = torch.from_numpy(columns).to(weights.device)
+            rows = SelectedRows(weights.store, {W2: columns % len(draft_ids)})
+            weights = ReferenceWeights(rows, weights.device, weights.element_type)
         self._stage = SequentialStage(spec, weights)
         self._embedding = (weights if spec.has_own_embedding else target_weights)[EMBEDDING]
         self._head = weights[HEAD] if spec.has_own_head else target_weights[target_head(target_spec)]
@@ -187,6 +200,9 @@ class TorchDraftSession(TorchSession):
             x = decoder_layer(decoder, layer, x, positions, attend)
         hidden = decoder.norm("norm", x.unflatten(0, (-1, length))[:, -dims.gamma :].flatten(0, 1))
         base_logits = hidden @ self._head.T
+        if self._columns is not None:
+            lowest = base_logits.new_full((len(base_logits), 1), LOWEST[dims.element_type])
+            base_logits = torch.cat((base_logits, lowest), dim=1)[:, self._columns]
         self._stage.draft(base_logits.unflatten(0, (-1, dims.gamma)), hidden.unflatten(0, (-1, dims.gamma)), tensors)
 
 
