@@ -8,11 +8,9 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.contract.dims import FloatType
-
 DrafterPrecision = Literal["fp32", "int8"]
 # Base logit of an id that a drafter cannot propose, by the element type of the logits: no probability is left of it.
-LOWEST: dict[FloatType, float] = {"float32": -1e30, "bfloat16": -1e30, "float16": -65504.0}
+LOWEST: dict[str, float] = {"float32": -1e30, "bfloat16": -1e30, "float16": -65504.0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

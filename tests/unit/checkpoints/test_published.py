@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, refuse_unsupported
-from dspark_trt.checkpoints.drafter import DrafterConfig
-from dspark_trt.checkpoints.drafter_format import refuse_other_formats
+from dspark_trt.checkpoints.drafters.formats import read_description
 from dspark_trt.checkpoints.spec import RopeSpec
 
 QWEN3_8B: dict[str, Any] = {
@@ -145,8 +144,6 @@ def test_published_target_is_accepted(values: dict, heads: tuple[int, ...], rope
 
 @pytest.mark.parametrize("values", [DSPARK_QWEN3_8B, DFLASH_QWEN3_8B], ids=["dspark", "dflash"])
 def test_published_drafter_is_accepted(values: dict) -> None:
-    refuse_other_formats(values, "config.json")
-    refuse_unsupported(values, "config.json", is_causal=False)
-    config = parse(DrafterConfig, values, "config.json")
-    assert (config.block_size, config.mask_token_id, config.num_target_layers) == (7, 151669, 36)
-    assert decoder_spec(config, "qwen3", "config.json").num_layers == 5
+    spec = read_description(values, "config.json").spec
+    assert (spec.gamma, spec.mask_token_id, spec.num_target_layers) == (7, 151669, 36)
+    assert spec.decoder.num_layers == 5
