@@ -20,6 +20,7 @@ from dspark_trt.commands import (
     bench,
     build,
     chat,
+    convert,
     doctor,
     evaluate,
     generate,
@@ -54,6 +55,7 @@ _COMMANDS = (
     verify.verify,
     profile.profile,
     simulate.simulate,
+    convert.convert,
 )
 for _command in _COMMANDS:
     app.command()(_command)
