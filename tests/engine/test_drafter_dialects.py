@@ -4,6 +4,7 @@ with rejections, and greedy tokens through the loop."""
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ from dspark_trt.reference.engines import open_reference_engines
 from tests.engine.test_drafter_forms_in_loops import requests
 from tests.engine.test_onnxruntime_drafter import LIMITS, Contexts, assert_same_drafts
 from tests.support.conversations import Conversations, open_pair, open_target, read_pair
-from tests.support.drafter_dialects import write_dialect
+from tests.support.device_cases import LIMITS as SMALL_LIMITS
+from tests.support.device_cases import Pair as SmallPair
+from tests.support.device_cases import check_distribution
+from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.factories import write_target
 from tests.support.toy_engines import make_loop, run
 
@@ -37,9 +41,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "SpecForge, first exports": ("specforge-nested", {"layer_ids": (0, 3)}),
     "speculators": ("speculators", {"layer_ids": (0, 2, 4), "head_type": "rnn"}),
     "speculators, older": ("speculators", {"layer_ids": (1, 4), "extra": LEGACY}),
-    "speculators, sliding, fewer ids": ("speculators", {"layer_ids": (1, 4), "sliding": MIXED, "reduced": True}),
-    "speculators DFlash": ("speculators-dflash", {"layer_ids": (1, 4), "extra": LEGACY, "reduced": True}),
+    "speculators, sliding, fewer ids": ("speculators", {"layer_ids": (1, 4), "sliding": MIXED, "draft_ids": DRAFT_IDS}),
+    "speculators DFlash": ("speculators-dflash", {"layer_ids": (1, 4), "extra": LEGACY, "draft_ids": DRAFT_IDS}),
 }
+
+
+SMALL_VOCABULARY = 5
 
 
 def write_pair(tmp_path: Path, case: str) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
@@ -101,3 +108,23 @@ def test_drafts_equal_the_oracle_and_greedy_tokens_are_the_targets(case: str, tm
     assert {key: each.token_ids for key, each in outputs.items()} == {
         key: each.token_ids for key, each in plain.items()
     }
+
+
+@pytest.mark.parametrize("mode", ["fixed", "early_stop", "lagged_budget"])
+def test_sampled_texts_have_the_targets_distribution(mode: str, tmp_path: Path) -> None:
+    """A mask-first block, sliding layers and a head for three of five ids: chi-square over texts of three tokens."""
+    target = write_target(tmp_path / "target", family="qwen3", vocab_size=SMALL_VOCABULARY)
+    drafter = write_dialect(
+        tmp_path / "drafter",
+        target,
+        "speculators",
+        layer_ids=(1, 4),
+        sliding=MIXED,
+        extra=LEGACY,
+        draft_ids=np.array([0, 2, 3]),
+        mask_token_id=SMALL_VOCABULARY - 1,
+    )
+    pair = SmallPair(*read_pair(target, drafter))
+    engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
+    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None)
+    check_distribution(engines, pair, SchedulerConfig(mode), num_samples=500)  # type: ignore[arg-type]

@@ -130,7 +130,7 @@ def test_a_form_means_what_its_trainer_does(
 def test_a_reduced_vocabulary_maps_draft_ids_to_target_ids(
     tmp_path: Path, target_folder: Path, target: TargetCheckpoint
 ) -> None:
-    folder = write_dialect(tmp_path / "drafter", target_folder, "speculators", layer_ids=(1, 3), reduced=True)
+    folder = write_dialect(tmp_path / "drafter", target_folder, "speculators", layer_ids=(1, 3), draft_ids=DRAFT_IDS)
     drafter = read_drafter(str(folder), target)
     assert drafter.draft_ids is not None
     np.testing.assert_array_equal(drafter.draft_ids, DRAFT_IDS)
@@ -170,7 +170,7 @@ def edit(folder: Path, **tensors: Any) -> None:
 def test_a_wrong_map_of_the_vocabulary_is_refused(
     tmp_path: Path, target_folder: Path, target: TargetCheckpoint, changes: dict[str, Any], message: str
 ) -> None:
-    folder = write_dialect(tmp_path / "drafter", target_folder, "speculators", layer_ids=(1, 3), reduced=True)
+    folder = write_dialect(tmp_path / "drafter", target_folder, "speculators", layer_ids=(1, 3), draft_ids=DRAFT_IDS)
     edit(folder, **changes)
     with pytest.raises(CheckpointError, match=message):
         read_drafter(str(folder), target)

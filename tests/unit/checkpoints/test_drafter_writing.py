@@ -17,7 +17,7 @@ from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.cli import app
 from dspark_trt.errors import CheckpointError, RecipeError
-from tests.support.drafter_dialects import write_dialect
+from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.factories import write_target
 from tests.unit.checkpoints.test_drafter_dialects import MIXED, SLIDING, YARN
 
@@ -32,7 +32,11 @@ CASES: dict[str, tuple[str, dict[str, Any], Form]] = {
     "z-lab to speculators": ("z-lab", {"block_size": 16}, "speculators"),
     "NeMo DFlash to speculators": ("nemo-dflash", {"layer_ids": (1, 3)}, "speculators"),
     "older speculators": ("speculators", {"layer_ids": (1, 3), "extra": LEGACY}, "speculators"),
-    "fewer ids, sliding": ("speculators", {"layer_ids": (1, 4), "reduced": True, "sliding": MIXED}, "speculators"),
+    "fewer ids, sliding": (
+        "speculators",
+        {"layer_ids": (1, 4), "draft_ids": DRAFT_IDS, "sliding": MIXED},
+        "speculators",
+    ),
     "sliding both ways": (
         "speculators",
         {"layer_ids": (1, 4), "sliding": ((SLIDING,) * 3, 6), "extra": {"sliding_window_non_causal": True}},
@@ -93,7 +97,7 @@ def test_deepspec_form_and_back_is_the_same(tmp_path: Path, target_folder: Path,
     ("dialect", "options", "form", "key"),
     [
         ("z-lab", {}, "deepspec", "sample_from_anchor: the drafter is mask first"),
-        ("speculators", {"layer_ids": (1, 3), "reduced": True}, "deepspec", "draft_vocab_size: .* 14 of 97"),
+        ("speculators", {"layer_ids": (1, 3), "draft_ids": DRAFT_IDS}, "deepspec", "draft_vocab_size: .* 14 of 97"),
         ("speculators", {"layer_ids": (1, 3), "sliding": MIXED}, "deepspec", "layer_types, is_causal"),
         ("speculators", {"layer_ids": (1, 4)}, "deepspec", r"last layer \(3\) before its final norm"),
         ("deepspec", {"layer_ids": (1, 3)}, "speculators", r"last layer \(3\) behind its final norm"),
