@@ -19,10 +19,12 @@ from dspark_trt import __version__
 from dspark_trt.commands import (
     bench,
     build,
+    calibrate,
     chat,
     convert,
     doctor,
     evaluate,
+    export,
     generate,
     inspect,
     profile,
@@ -54,6 +56,8 @@ _COMMANDS = (
     bench.bench,
     verify.verify,
     profile.profile,
+    calibrate.calibrate,
+    export.export,
     simulate.simulate,
     convert.convert,
 )
