@@ -3,8 +3,7 @@
 | call | ONNX Runtime | TensorRT, and ONNX Runtime as a check |
 |---|---|---|
 | target, causal over packed tokens | `gqa` | `standard` |
-| drafter, bidirectional inside the block | `drafter` | `standard` |
-| drafter, causal or with a window in some layer | `standard` | `standard` |
+| drafter, a block | `drafter` | `standard` |
 | drafter, context that only enters the cache | `drafter` | `standard` |
 
 An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share.
@@ -59,17 +58,6 @@ def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
     return "standard"
 
 
-def usable_block_form(wanted: Attention, spec: DrafterSpec) -> Attention:
-    """As `usable_form`, and `standard` where a layer is causal or has a window, which `drafter` has not."""
-    if wanted == "drafter" and not spec.is_plain_attention:
-        logger.warning(
-            "the drafter's layers are causal or have a sliding window: attention falls back to standard operators, "
-            "whose cost follows max_seq_len"
-        )
-        return "standard"
-    return usable_form(wanted, spec.decoder, "drafter")
-
-
 def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> AttentionEmitter:
     """For the target: a token at position p sees the positions up to p of its row.
     A row verifies `gamma` drafts at most."""
@@ -89,7 +77,7 @@ def block_attention(builder: GraphBuilder, spec: DrafterSpec, dims: DrafterDims,
     """
     match dims.attention:
         case "drafter":
-            return FoldedBlockAttention(builder, spec.decoder, length=dims.block_length, positions=positions)
+            return FoldedBlockAttention(builder, spec, length=dims.block_length, positions=positions)
         case "standard":
             return StandardBlockAttention(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")

@@ -27,7 +27,7 @@ from dspark_trt.contract.drafter_form import (
 )
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.graphs.attention import block_attention, context_writer, usable_block_form
+from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts, Linears
 from dspark_trt.graphs.heads import emit_markov_head
@@ -59,7 +59,7 @@ def write_drafter_graphs(
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
     is_whole = attention == "standard"  # an engine of a device has a column for every target id
-    attention = usable_block_form(attention, spec)
+    attention = usable_form(attention, spec.decoder, "drafter")
     numbers = numbers_of(precision, attention)
     own_ids = drafter.draft_ids
     ids = None if is_whole and form.draft_vocab is None else proposed_ids(form, own_ids)

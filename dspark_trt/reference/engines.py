@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
 from dspark_trt.errors import CapacityError
+from dspark_trt.reference.attention import seen_by_block
 from dspark_trt.reference.heads import ReferenceHeads
 from dspark_trt.reference.model import ReferenceCache, ReferenceDecoder
 from dspark_trt.reference.weights import ReferenceWeights
@@ -244,18 +245,8 @@ class ReferenceDraftEngine(_Engine):
                 self._decoder.query(layer, normed, positions),
                 torch.cat([context_keys, keys]),
                 torch.cat([context_values, values]),
-                self._is_visible(layer, past, positions),
+                seen_by_block(self._spec.attention_of(layer), past, positions),
             )
             x = x + self._decoder.attention_output(layer, attended)
             x = x + self._decoder.mlp(layer, x)
         return self._decoder.norm("norm", x[-num_slots:])
-
-    def _is_visible(self, layer: int, past: int, positions: torch.Tensor) -> torch.Tensor:
-        """Which of the positions of context and block each position of the block sees, [n, past + n]."""
-        attention = self._spec.attention_of(layer)
-        keys, queries = torch.arange(past + len(positions), device=self._device), positions[:, None]
-        visible = keys <= (queries if attention.is_causal else positions[-1])
-        if attention.window is not None:
-            window = queries - keys < attention.window
-            visible = visible & (window if attention.window_from == "slot" else keys >= past - attention.window)
-        return visible.expand(len(positions), -1)

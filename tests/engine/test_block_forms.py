@@ -15,6 +15,7 @@ from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.reference.engines import open_reference_engines
 from tests.engine.test_drafter_forms_in_loops import Watched, requests
 from tests.engine.test_onnxruntime_drafter import LIMITS, TAPS, Contexts, assert_same_drafts, pair
+from tests.engine.test_onnxruntime_drafter_forms import drafts
 from tests.engine.test_torch_sessions import DRAFT, Pair, assert_close
 from tests.engine.test_torch_sessions import LIMITS as DEVICE_LIMITS
 from tests.support.conversations import open_pair
@@ -54,6 +55,19 @@ def test_drafts_equal_the_reference_over_steps_with_rejections(form: str, tmp_pa
     if missing := int(LIMITS.max_seq_len - 1 - contexts.lengths[1]):
         contexts.ingest([1], [missing])
     assert_same_drafts(*contexts.draft([1]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_of_fewer_slots_equal_the_reference(form: str, tmp_path: Path) -> None:
+    target, drafter = formed_pair(tmp_path, form, head_type="rnn")
+    _, engine = open_pair(target, drafter, tmp_path / "graphs", limits=LIMITS)
+    _, reference = open_reference_engines(target, drafter, limits=LIMITS)
+    contexts = Contexts(engine, reference, tap_width=len(TAPS) * 32)
+    for num_slots in (1, 2, 3, 4):
+        contexts.ingest([3, 0, 4], [2, 9, 1])
+        output, expected = drafts(contexts, num_slots, [0, 3, 4])
+        assert output.draft_ids.shape == (3, num_slots)
+        assert_same_drafts(output, expected)
 
 
 @pytest.mark.parametrize("form", FORMS)
