@@ -103,16 +103,16 @@ def _flat(values: dict[str, Any], where: str) -> dict[str, Any]:
         hints = dict.fromkeys(nested, "a key of dflash_config that is not known may change what the drafter computes")
         parse(DFlashConfig, without(nested, *_TRAINING_KEYS), f"{where}: dflash_config", hints)
     flat = flattened(values, "dflash_config", where)
-    modes = {str(mode).lower() for mode in [flat.get("attention_mode"), *(flat.get("attention_modes") or [])] if mode}
+    several = flat.get("attention_modes")
+    stated = [flat.get("attention_mode"), *(several if isinstance(several, list) else [several])]
+    modes = {str(mode).lower() for mode in stated if mode is not None}
     if unknown := sorted(modes - {"gqa", "mha"}):
         raise CheckpointError(
             f"{where}: attention_mode {', '.join(unknown)} is not implemented (expected gqa or mha); use a drafter "
             "with one of those"
         )
-    stated = flat.pop("use_confidence_head", None)
-    if stated is not None:
-        flat = flattened({**flat, "heads": {"enable_confidence_head": stated}}, "heads", where)
-    return flat
+    other_name = flat.pop("use_confidence_head", None)
+    return flattened({**flat, "heads": {"enable_confidence_head": other_name}}, "heads", where)
 
 
 def _read(

@@ -52,7 +52,7 @@ def _other_format(values: dict[str, Any]) -> str | None:
     if "MTP" in architecture or str(kind) in ("mtp", "fast_mtp", "fastmtp"):
         return f"the form of an MTP module ({architecture})"
     if kind is not None:
-        return None if kind in _SPECULATORS else f"the speculators format of type {kind!r}"
+        return None if isinstance(kind, str) and kind in _SPECULATORS else f"the speculators format of type {kind!r}"
     if "speculators_config" in values or architecture.endswith("Speculator"):
         return "the speculators format without speculators_model_type, the key that says which drafter it is"
     if "DFlash2" in architecture or "selector_rank" in projector:

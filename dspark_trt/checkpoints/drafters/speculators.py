@@ -30,6 +30,9 @@ def read(values: dict[str, Any], where: str) -> Description:
         raise CheckpointError(
             f"{where}: {_NESTED} is missing: it holds the sizes of the drafter's layers; download the file again"
         )
+    is_non_causal = values.get("sliding_window_non_causal")
+    if not isinstance(is_non_causal, bool | None):
+        raise CheckpointError(f"{where}: sliding_window_non_causal: expected true or false, found {is_non_causal!r}")
     is_mask_first = stated_mask_first(values, where)
     is_mask_first = True if is_mask_first is None else is_mask_first
     _check_proposal(values, where, is_mask_first=is_mask_first)
@@ -55,7 +58,7 @@ def read(values: dict[str, Any], where: str) -> Description:
     attention, plain = read_windows(
         {**layer, **causal},
         where,
-        is_sliding_causal=not values.get("sliding_window_non_causal"),
+        is_sliding_causal=not is_non_causal,
         window_from="anchor",
     )
     return describe(
@@ -90,8 +93,11 @@ _KEYS = (
 
 def _check_proposal(values: dict[str, Any], where: str, *, is_mask_first: bool) -> None:
     """speculative_tokens follows from block_size and sample_from_anchor; one that does not tells of a wrong export."""
-    methods = (values.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    stated, block_size = methods[0].get("speculative_tokens"), values.get("block_size")
+    try:
+        stated = values["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    except (KeyError, IndexError, TypeError):
+        return  # says nothing
+    block_size = values.get("block_size")
     if isinstance(stated, int) and isinstance(block_size, int) and stated != (expected := block_size - is_mask_first):
         anchor = values.get("sample_from_anchor")
         raise CheckpointError(

@@ -75,9 +75,9 @@ def _window(values: Mapping[str, Any], where: str) -> int:
             f"{where}: layer_types has sliding_attention, so sliding_window has to be a number of positions, found "
             f"{window!r}; take it from the training configuration"
         )
-    if values.get("use_sliding_window") is False:
+    if values.get("use_sliding_window") not in (None, True):
         raise CheckpointError(
-            f"{where}: layer_types has sliding_attention, but use_sliding_window is false: transformers drops the "
-            "window then, and engines keep it. Set use_sliding_window to true if the drafter was trained with it"
+            f"{where}: layer_types has sliding_attention, but use_sliding_window is not true: transformers drops "
+            "the window then, and engines keep it. Set use_sliding_window to true if the drafter was trained with it"
         )
     return window

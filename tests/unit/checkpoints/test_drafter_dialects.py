@@ -4,6 +4,7 @@ decides."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dspark_trt.checkpoints.drafter import read_drafter, read_drafter_spec
+from dspark_trt.checkpoints.drafters.formats import read_description
 from dspark_trt.checkpoints.pairing import check_pairing
 from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, TargetCheckpoint
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, spec_to_json
@@ -212,7 +214,7 @@ def test_copies_of_the_verifier_are_left_out(tmp_path: Path, target_folder: Path
         ("z-lab", {"sliding": ((SLIDING,) * 2, 8)}, "layer_types: expected one entry for each of the 3 layers"),
         ("z-lab", {"sliding": (("chunked_attention",) * 3, 8)}, "chunked_attention"),
         ("z-lab", {"sliding": MIXED, "extra": {"sliding_window": None}}, "sliding_window has to be a number"),
-        ("z-lab", {"sliding": MIXED, "extra": {"use_sliding_window": False}}, "use_sliding_window is false"),
+        ("z-lab", {"sliding": MIXED, "extra": {"use_sliding_window": False}}, "use_sliding_window is not true"),
         ("z-lab", {"extra": {"is_causal": True, "dflash_config": {"causal": False}}}, "contradict each other"),
         ("specforge", {"extra": {"dflash_config": {"attention_mode": "mla"}}}, "attention_mode mla is not implemented"),
         ("deepspec", {"extra": {"dflash_config": {"causal": True}}}, "causal = true"),
@@ -262,3 +264,31 @@ def test_every_other_format_is_refused_by_its_name(
     folder = write_dialect(tmp_path / "drafter", target_folder, "deepspec", extra=extra)
     with pytest.raises(CheckpointError, match=f"{name}.*not supported"):
         read_drafter(str(folder), target)
+
+
+ODD_VALUES: tuple[Any, ...] = (None, [], {}, "x", -1, 1.5, True, 10**30, [None], [[]], {"x": []})
+
+
+@pytest.mark.parametrize("dialect", ["deepspec", "z-lab", "specforge-nested", "nemo-dflash", "speculators"])
+def test_odd_values_of_any_key_end_in_one_message(dialect: str, tmp_path: Path, target_folder: Path) -> None:
+    folder = write_dialect(tmp_path, target_folder, dialect, layer_ids=(1, 3), sliding=MIXED)
+    config = json.loads((folder / "config.json").read_text())
+    more = ("is_causal", "causal", "attention_mode", "attention_modes", "sample_from_anchor", "runtime_block_size")
+    config |= {key: config.get(key) for key in more}
+    num_refused = 0
+    for change in changes_of(config):
+        try:
+            spec_to_json(read_description(change, "config.json").spec)
+        except CheckpointError:
+            num_refused += 1
+    assert num_refused > 100
+
+
+def changes_of(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """`values` with an odd value for one key, at any depth."""
+    for key, value in values.items():
+        for odd in ODD_VALUES:
+            yield {**values, key: odd}
+        if isinstance(value, dict):
+            for changed in changes_of(value):
+                yield {**values, key: changed}
