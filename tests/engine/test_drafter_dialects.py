@@ -19,10 +19,18 @@ from tests.engine.test_drafter_forms_in_loops import requests
 from tests.engine.test_onnxruntime_drafter import LIMITS, Contexts, assert_same_drafts
 from tests.support.conversations import Conversations, open_pair, open_target, read_pair
 from tests.support.device_cases import LIMITS as SMALL_LIMITS
+from tests.support.device_cases import (
+    VOCABULARY,
+    check_distribution,
+    device_loop,
+    greedy_requests,
+    oracle_tokens,
+    tokens_of,
+)
 from tests.support.device_cases import Pair as SmallPair
-from tests.support.device_cases import check_distribution
 from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.factories import write_target
+from tests.support.onnxruntime_device_session import open_device_pair
 from tests.support.toy_engines import make_loop, run
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -44,9 +52,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "speculators, sliding, fewer ids": ("speculators", {"layer_ids": (1, 4), "sliding": MIXED, "draft_ids": DRAFT_IDS}),
     "speculators DFlash": ("speculators-dflash", {"layer_ids": (1, 4), "extra": LEGACY, "draft_ids": DRAFT_IDS}),
 }
-
-
-SMALL_VOCABULARY = 5
 
 
 def write_pair(tmp_path: Path, case: str) -> tuple[TargetCheckpoint, DrafterCheckpoint]:
@@ -110,10 +115,19 @@ def test_drafts_equal_the_oracle_and_greedy_tokens_are_the_targets(case: str, tm
     }
 
 
-@pytest.mark.parametrize("mode", ["fixed", "early_stop", "lagged_budget"])
-def test_sampled_texts_have_the_targets_distribution(mode: str, tmp_path: Path) -> None:
-    """A mask-first block, sliding layers and a head for three of five ids: chi-square over texts of three tokens."""
-    target = write_target(tmp_path / "target", family="qwen3", vocab_size=SMALL_VOCABULARY)
+@pytest.mark.parametrize("mode", ["early_stop", "lagged_budget"])
+def test_the_runtime_of_a_device_gives_the_targets_greedy_tokens(mode: str, tmp_path: Path) -> None:
+    """The same form in the device's runtime, whose step engine selects drafts itself in lagged_budget."""
+    pair = small_pair(tmp_path, VOCABULARY, [0, 1, 2, 4, 5, 7, 8, 10])
+    engines = open_device_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS).engines
+    loop = device_loop(engines, SchedulerConfig(mode))  # type: ignore[arg-type]
+    assert tokens_of(loop, greedy_requests()) == oracle_tokens(pair, greedy_requests())
+    assert loop.totals.num_drafts_verified > 0
+
+
+def small_pair(tmp_path: Path, vocab_size: int, draft_ids: list[int]) -> SmallPair:
+    """A mask-first block, sliding layers and a head for some of the ids."""
+    target = write_target(tmp_path / "target", family="qwen3", vocab_size=vocab_size)
     drafter = write_dialect(
         tmp_path / "drafter",
         target,
@@ -121,10 +135,16 @@ def test_sampled_texts_have_the_targets_distribution(mode: str, tmp_path: Path) 
         layer_ids=(1, 4),
         sliding=MIXED,
         extra=LEGACY,
-        draft_ids=np.array([0, 2, 3]),
-        mask_token_id=SMALL_VOCABULARY - 1,
+        draft_ids=np.array(draft_ids),
+        mask_token_id=vocab_size - 1,
     )
-    pair = SmallPair(*read_pair(target, drafter))
+    return SmallPair(*read_pair(target, drafter))
+
+
+@pytest.mark.parametrize("mode", ["fixed", "early_stop", "lagged_budget"])
+def test_sampled_texts_have_the_targets_distribution(mode: str, tmp_path: Path) -> None:
+    """Chi-square over all texts of three tokens of five ids, of which the drafter proposes three."""
+    pair = small_pair(tmp_path, 5, [0, 2, 3])
     engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
     engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None)
     check_distribution(engines, pair, SchedulerConfig(mode), num_samples=500)  # type: ignore[arg-type]
