@@ -187,7 +187,7 @@ class ReferenceDraftEngine(_Engine):
         self._spec = spec
         self._weights = weights
         self._draft_ids = draft_ids
-        self._heads = ReferenceHeads(spec, weights, None if draft_ids is None else self._tensor(draft_ids, torch.int64))
+        self._heads = ReferenceHeads(spec, weights, draft_ids)
         target_head = "embed_tokens.weight" if target_spec.is_head_tied else "lm_head.weight"
         self._embedding = (weights if spec.has_own_embedding else target_weights)["embed_tokens.weight"]
         self._head = weights["lm_head.weight"] if spec.has_own_head else target_weights[target_head]

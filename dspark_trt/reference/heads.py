@@ -6,22 +6,25 @@ Shape letters: `R` requests, `G` slots drafted (at most gamma), `V` draft vocabu
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.spec import DrafterSpec
 from dspark_trt.reference.weights import ReferenceWeights
 
+Int64 = NDArray[np.int64]
 _LARGEST_LOGIT = 1e30  # stands for infinity, so that draft probabilities are always defined
 
 
 class ReferenceHeads:
     """The sequential stage of the drafter. Source: paper section 3.1, eq. 4-7."""
 
-    def __init__(self, spec: DrafterSpec, weights: ReferenceWeights, draft_ids: torch.Tensor | None = None) -> None:
+    def __init__(self, spec: DrafterSpec, weights: ReferenceWeights, draft_ids: Int64 | None = None) -> None:
         """`draft_ids` [V]: target ids of the rows of W2 and of the base logits' columns; None: the same."""
         self._spec = spec
         self._weights = weights
-        self._draft_ids = draft_ids
+        self._draft_ids = None if draft_ids is None else torch.from_numpy(draft_ids).to(weights.device)
 
     def draft(
         self,
