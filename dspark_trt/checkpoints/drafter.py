@@ -73,10 +73,16 @@ def _spec(description: Description, weights: SafetensorsStore, where: str) -> Dr
     if not (description.is_confidence_told_by_tensors and config.enable_confidence_head is None):
         is_stated = bool(config.enable_confidence_head)
         _agrees(is_stated, has_confidence, "enable_confidence_head", _CONFIDENCE, where)
+    head_type = _markov_head_type(config, names, where) if rank else "vanilla"
+    if head_type == "rnn" and description.spec.is_mask_first:
+        raise CheckpointError(
+            f"{where}: markov_head_type is 'rnn' in a drafter that is mask first: its recurrence was trained from the "
+            "anchor's position on, which is not implemented; use a vanilla or gated head, or an anchor-first drafter"
+        )
     return replace(
         description.spec,
         markov_rank=rank,
-        markov_head_type=_markov_head_type(config, names, where) if rank else "vanilla",
+        markov_head_type=head_type,
         has_confidence_head=has_confidence,
         has_confidence_bias=has_confidence and _CONFIDENCE_BIAS in names,
         is_confidence_with_markov=has_confidence and _is_with_markov(config, rank, weights, where),

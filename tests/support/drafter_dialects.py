@@ -116,7 +116,7 @@ def _nemo_dflash(config: Config, tensors: Tensors, kind: str) -> Written:
 def _speculators(config: Config, tensors: Tensors, kind: str) -> Written:
     layer = {key: value for key, value in config.items() if key not in _OWN}
     top = {
-        "architectures": ["DFlashSpeculator" if kind == "dflash" else "DSparkSpeculator"],
+        "architectures": ["DFlashDraftModel" if kind == "dflash" else "DSparkDraftModel"],
         "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "speculators_config": {

@@ -102,7 +102,7 @@ def _speculators(drafter: DrafterCheckpoint, target: TargetCheckpoint, verifier:
     kind = "dspark" if has_heads else "dflash"
     windows, is_non_causal = _window_keys(spec)
     config = {
-        "architectures": ["DSparkSpeculator" if has_heads else "DFlashSpeculator"],
+        "architectures": ["DSparkDraftModel" if has_heads else "DFlashDraftModel"],
         "speculators_model_type": kind,
         "speculators_config": _proposal(spec, target.spec, kind, verifier),
         "transformer_layer_config": {**_decoder_keys(spec, drafter), **windows},

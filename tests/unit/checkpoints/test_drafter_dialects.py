@@ -205,6 +205,11 @@ def test_copies_of_the_verifier_are_left_out(tmp_path: Path, target_folder: Path
         ("speculators", {"extra": {"dspark_bonus_anchor": True}}, "contradict each other"),
         ("speculators", {"extra": {"sample_from_anchor": "yes"}}, "expected true or false"),
         ("speculators", {"extra": {"mask_token_id": None}}, "mask_token_id is missing"),
+        (
+            "speculators",
+            {"head_type": "rnn", "extra": {"sample_from_anchor": None, "speculators_config": None}},
+            "markov_head_type is 'rnn' in a drafter that is mask first",
+        ),
         ("z-lab", {"extra": {"dflash_config": {"conv_kernel_size": 2}}}, "conv_kernel_size = 2 is not implemented"),
         ("z-lab", {"extra": {"target_layer_ids": [1, 2]}}, "target_layer_ids is .* at the top level, but"),
         ("z-lab", {"extra": {"dflash_config": {"use_swa": True}}}, "use_swa = True is not implemented"),
