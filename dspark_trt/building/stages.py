@@ -133,6 +133,7 @@ def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
         synchronize=engines.synchronize,
         num_warm_ups=NUM_WARM_UPS_ON_A_DEVICE if context.is_on_device else 1,
         is_padded=context.is_on_device,
+        num_threads=1 if context.is_on_device else context.recipe.num_threads or cpu.num_cores(),
     )
     codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
     with_host_time(table, UnpricedLoops(engines.target, engines.drafter, codec.decode)).save(folder / "step_table.json")
@@ -161,7 +162,7 @@ def _measured_on(context: Context) -> dict[str, Any]:
 def measured_with(context: Context) -> dict[str, Any]:
     """What the times of a step table depend on besides the engines' files."""
     packages = DEVICE_DISTRIBUTIONS if context.is_on_device else ("onnxruntime",)
-    here = _measured_on(context) | {"versions": installed_versions(*packages)}
+    here = _measured_on(context) | {"backend": context.recipe.backend, "versions": installed_versions(*packages)}
     if not context.is_on_device:
         here["num_threads"] = context.recipe.num_threads or cpu.num_cores()
     return here

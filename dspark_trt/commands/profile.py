@@ -16,7 +16,6 @@ def profile(folder: BuildFolder, as_json: AsJson = False) -> None:
     if as_json:
         report.print_json({"provenance": table.provenance})
         return
-    falls = table.provenance["falls_beyond_noise"]
     report.print_line(f"{folder}: step table measured")
-    if falls:
-        report.print_note("this machine was busy meanwhile; measure again when it is quiet")
+    for doubt in table.provenance["doubts"]:
+        report.print_note(f"doubtful: {doubt}; measure again when the machine is quiet")

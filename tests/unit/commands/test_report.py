@@ -48,6 +48,7 @@ def step_table(extra_tokens: list[int], milliseconds: list[float], draft_ms: flo
         "step_ms": [[milliseconds]],
         "num_slots": [2],
         "draft_ms": [[[draft_ms]]],
+        "provenance": {},
     }
 
 
@@ -72,3 +73,14 @@ def test_engines_are_shown_with_backend_version_device_and_files() -> None:
     assert "tensorrt 11.1.0.106, fp32, for NVIDIA H200 (SM 90); target.engine 2.5 MB" in text
     assert "target.json" not in text
     assert "onnxruntime, fp32, for CPU\n" in "\n".join(line.rstrip() for line in shown(description(), 200).splitlines())
+
+
+def test_doubts_about_the_step_table_are_shown_with_what_to_do() -> None:
+    table = step_table([0], [1.0], 1.0)
+    told = {"measured_at": "2026-01-02", "doubts": []}
+    assert "measured 2026-01-02\n" in "".join(
+        f"{line.rstrip()}\n" for line in shown(description(step_table=table | {"provenance": told}), 200).splitlines()
+    )
+    told = told | {"doubts": ["the machine was busy"]}
+    text = shown(description(step_table=table | {"provenance": told}), 200)
+    assert "doubtful: the machine was busy; run `dspark-trt profile DIR`" in text
