@@ -54,6 +54,13 @@ def serve(
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Of the server's log, on standard error.")
     ] = "text",
+    step_table: Annotated[
+        Literal["remeasure", "keep"],
+        typer.Option(help="A table of another machine, thread count or version: measured again first, or kept."),
+    ] = "remeasure",
+    step_table_budget: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="That measuring it again may take, about.")
+    ] = 60.0,
 ) -> None:
     """Serve a build with Triton Inference Server until interrupted; a second interrupt does not wait for requests."""
     from dspark_trt.building.finished import check_servable
@@ -84,6 +91,8 @@ def serve(
         drain_s=drain_time,
         logs_routine=logging.getLogger("dspark_trt").isEnabledFor(logging.INFO),
         log_format=log_format,
+        step_table=step_table,
+        step_table_budget_s=step_table_budget,
     )
 
     def on_ready(server: TritonServer) -> None:

@@ -20,6 +20,7 @@ from dspark_trt.server.openai.process import FrontEndProcess, check_front_end, s
 from dspark_trt.server.openai.settings import FrontEndOptions
 from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.signals import stop_signals
+from dspark_trt.server.step_table import step_table_for
 from dspark_trt.server.supervisor import TritonServer
 
 __all__ = ["ServeOptions", "TritonServer", "serve"]
@@ -53,7 +54,11 @@ def serve(
     is_impatient = threading.Event()
     _begin_the_end_at_a_signal(is_impatient)
     try:
-        with TritonServer(build_dir, options) as server, _front_end_of(server, build_dir, front_end) as running:
+        step_table = step_table_for(build_dir, options, on_event)
+        with (
+            TritonServer(build_dir, options, step_table) as server,
+            _front_end_of(server, build_dir, front_end) as running,
+        ):
             try:
                 if running is not None:
                     on_event(f"OpenAI API: {running.url}/v1 (model {running.model_name}), live page: {running.url}/")

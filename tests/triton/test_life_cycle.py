@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,11 @@ from perf_analyzer import find_perf_analyzer
 
 from dspark_trt.building.build import build
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.building.reprofile import own_table
 from dspark_trt.server.options import ServeOptions, with_ports
 from dspark_trt.server.server_tree import find_server
 from dspark_trt.server.supervisor import TritonServer
-from tests.support.triton_clients import generate
+from tests.support.triton_clients import generate, metrics
 from tests.triton.conftest import InProcess
 
 pytestmark = [pytest.mark.triton, pytest.mark.demo]
@@ -114,6 +116,15 @@ def wait_until_ready(process: subprocess.Popen[bytes], http_port: int) -> None:
             return
         time.sleep(0.1)
     raise AssertionError("tritonserver is not ready after two minutes")
+
+
+def test_server_prices_steps_by_the_table_that_it_is_given(tiny_build: Path, tmp_path: Path) -> None:
+    """The metric of a table's age reads it: the build's own is minutes old."""
+    old = replace(own_table(tiny_build), provenance={"measured_at": "2001-02-03T00:00:00+00:00"})
+    with TritonServer(tiny_build, ServeOptions(0, 0, 0, log_file=tmp_path / "log"), old) as server:
+        generate(server.http_url, text_input="a", max_tokens=4, temperature=0.0)
+        found = metrics(server.metrics_url)
+    assert [value for name, value in found.items() if "step_table_age" in name and value > 20 * 365 * 86_400]
 
 
 def test_perf_analyzer_measures_tokens_of_a_running_server(server: TritonServer, tmp_path: Path) -> None:
