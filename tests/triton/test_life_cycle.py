@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -14,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from load_test import measure
-from perf_analyzer import find_perf_analyzer
 
 from dspark_trt.building.build import build
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.building.reprofile import own_table
+from dspark_trt.server.load_test import Row, measure, measure_over_http
 from dspark_trt.server.options import ServeOptions, with_ports
+from dspark_trt.server.perf_analyzer import find_perf_analyzer
 from dspark_trt.server.server_tree import find_server
 from dspark_trt.server.supervisor import TritonServer
 from tests.support.triton_clients import generate, metrics
@@ -127,14 +126,17 @@ def test_server_prices_steps_by_the_table_that_it_is_given(tiny_build: Path, tmp
     assert [value for name, value in found.items() if "step_table_age" in name and value > 20 * 365 * 86_400]
 
 
-def test_perf_analyzer_measures_tokens_of_a_running_server(server: TritonServer, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.json"
-    rows = [
+@pytest.mark.parametrize("has_perf_analyzer", [True, False])
+def test_load_is_measured_by_the_tokens_of_a_running_server(server: TritonServer, has_perf_analyzer: bool) -> None:
+    rows: list[Row] = [
         {"text_input": [text], "max_tokens": [12], "stream": [True], "end_id": [-1]}
         for text in ("One", "Two words", "Three more words")
     ]
-    prompts.write_text(json.dumps({"data": rows}))
-    result = measure(server.grpc_address, 2, "early_stop", num_requests=4, prompts=[prompts], tool=find_perf_analyzer())
+    if has_perf_analyzer:
+        tool = find_perf_analyzer()
+        result = measure(server.grpc_address, 2, "early_stop", num_requests=4, rows=rows, tool=tool)
+    else:
+        result = measure_over_http(server.http_url, 2, "early_stop", num_requests=4, rows=rows)
     assert (result.concurrency, result.num_requests, result.num_tokens) == (2, 4, 4 * 12)
     assert 1.0 <= result.accepted_len <= 8.0
     assert 0.0 <= result.mean_verify_len <= 7.0
