@@ -125,10 +125,18 @@ def differences(table: StepTable, recipe: BuildRecipe, folder: Path) -> list[str
     """What was different where the table was measured: machine, threads, versions of the engine's packages."""
     here = measured_with(Context(recipe, folder))
     return [
-        f"{name}: measured with {table.provenance.get(name)}, here {value}"
+        _difference(name, table.provenance.get(name), value)
         for name, value in here.items()
         if _differ(table.provenance.get(name), value)
     ]
+
+
+def _difference(name: str, measured: Any, here: Any) -> str:
+    """For a person; of two dictionaries, what differs."""
+    if isinstance(measured, dict) and isinstance(here, dict):
+        odd = [each for each in here if each in measured and measured[each] != here[each]]
+        measured, here = (", ".join(f"{each} {facts[each]}" for each in odd) for facts in (measured, here))
+    return f"{name}: measured with {measured}, here {here}"
 
 
 def _differ(measured: Any, here: Any) -> bool:

@@ -70,7 +70,12 @@ def _run(
         "--request-count": num_requests,
         "--profile-export-file": export,
     }
-    command = [str(tool.executable), "--streaming", "--async", *(str(part) for pair in options.items() for part in pair)]
+    command = [
+        str(tool.executable),
+        "--streaming",
+        "--async",
+        *(str(part) for pair in options.items() for part in pair),
+    ]
     measure_the_server_itself = {"no_grpc_proxy": grpc_address.rpartition(":")[0]}
     environment = {**tool.environment(), **measure_the_server_itself}
     try:
