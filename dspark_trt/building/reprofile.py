@@ -11,19 +11,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.building.build import exclusive, make_stage, stage_settings
+from dspark_trt.building.build import stage_settings
 from dspark_trt.building.context import Context
 from dspark_trt.building.finished import read_finished
-from dspark_trt.building.manifest import (
-    MANIFEST_NAME,
-    BuildSummary,
-    check_outputs,
-    hash_key,
-    sealed_json,
-)
+from dspark_trt.building.manifest import BuildSummary, hash_key
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.building.renew import check_measurable, renew
 from dspark_trt.building.stages import STAGES, Stage, measure_step_table, measured_with
-from dspark_trt.engines.open import check_device
 from dspark_trt.errors import ManifestError
 from dspark_trt.files import default_cache_folder, write_atomically
 from dspark_trt.log import Progress, get_logger
@@ -40,14 +34,8 @@ def reprofile(folder: Path, progress: Progress = lambda fraction: None) -> StepT
     Raises ManifestError when the build is unfinished, edited or in use, EnvironmentMissingError when its engines are
     for another machine.
     """
-    summary = _check_measurable(folder)
-    with exclusive(folder):
-        key = make_stage(
-            _stage(), Context(summary.recipe, folder), summary.stages, {}, lambda name, fraction: progress(fraction)
-        )
-        renewed = summary.model_copy(update={"stages": {**summary.stages, STAGE: key}})
-        write_atomically(folder / MANIFEST_NAME, sealed_json(renewed.model_dump(mode="json")))
-    return StepTable.load(folder / STAGE / TABLE_FILE)
+    renew(folder, _stage(), progress)
+    return own_table(folder)
 
 
 def measure_beside(folder: Path, budget_s: float = math.inf, progress: Progress = lambda fraction: None) -> StepTable:
@@ -55,7 +43,8 @@ def measure_beside(folder: Path, budget_s: float = math.inf, progress: Progress 
 
     Raises as `reprofile`, but for a build that is in use.
     """
-    summary = _check_measurable(folder)
+    summary, stages = read_finished(folder)
+    check_measurable(folder, stages)
     return measure_step_table(Context(summary.recipe, folder), progress, budget_s)
 
 
@@ -106,14 +95,6 @@ def _kept_path(folder: Path, summary: BuildSummary) -> Path:
     context = Context(summary.recipe, folder)
     made_with = stage_settings(_stage(), context) | measured_with(context)
     return default_cache_folder() / "step_tables" / f"{hash_key(summary.stages['engines'], made_with)}.json"
-
-
-def _check_measurable(folder: Path) -> BuildSummary:
-    summary, stages = read_finished(folder)
-    check_device(folder)
-    for name in ("checkpoints", "graphs", "engines"):
-        check_outputs(folder / name, stages[name])
-    return summary
 
 
 def _stage() -> Stage:
