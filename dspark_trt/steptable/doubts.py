@@ -33,11 +33,11 @@ class Doubts:
             more = f"; and {len(self.falls) - _NUM_SHOWN} more" if len(self.falls) > _NUM_SHOWN else ""
             said.append(f"more work measured clearly cheaper: {'; '.join(self.falls[:_NUM_SHOWN])}{more}")
         if self.is_busy:
-            shown = "; ".join(_name(key) for key in self.unsteady[:_NUM_SHOWN]) or "none"
+            shown = "; ".join(_name(key) for key in self.unsteady[:_NUM_SHOWN])
+            differ = f", and repeats of {len(self.unsteady)} of {num_calls} calls differ by more than {UNSTEADY:.0%}"
             said.append(
                 f"the machine was busy: other work took {load.others_cores:g} cores (load average "
-                f"{load.load_average:g}), and repeats of {len(self.unsteady)} of {num_calls} calls differ by more "
-                f"than {UNSTEADY:.0%} ({shown})"
+                f"{load.load_average:g}){f'{differ} ({shown})' if shown else ''}"
             )
         return said
 

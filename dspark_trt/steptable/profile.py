@@ -26,7 +26,7 @@ from dspark_trt.steptable.grid import (
     request_grid,
     verification_batch,
 )
-from dspark_trt.steptable.sweep import NUM_SWEEPS, Calls, Key, Timing, sweep
+from dspark_trt.steptable.sweep import Calls, Key, Timing, sweep
 from dspark_trt.steptable.table import StepTable
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ def profile(
                 calls["draft", depth, count, num_slots] = partial(drafter.draft, _block(count, num_slots, depth))
     for num_tokens in ingested:
         calls["ingest", 0, 0, num_tokens] = partial(drafter.ingest, _ingest(target, num_tokens, gamma, depths[0]))
+
+    calls = dict(sorted(calls.items(), key=lambda item: _urgency(item[0])))
 
     def time_all(chosen: Calls, budget_s: float, progress: Progress) -> dict[Key, Timing]:
         optional = {key for key in chosen if key[0] == "step" and key[3]}
@@ -141,7 +143,7 @@ def measure_calls(
     spreads = np.quantile([timing.spread for timing in measured.values()], (0.5, 0.9))
     return measured, {
         "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "num_sweeps": NUM_SWEEPS,
+        "num_sweeps": max(timing.num_repeats for timing in measured.values()),
         "num_calls": len(measured),
         "num_calls_left_out": len(calls) - len(measured),
         "num_calls_measured_again": num_again,
@@ -150,6 +152,14 @@ def measure_calls(
         "load_average": load.load_average,
         "doubts": sentences,
     }
+
+
+def _urgency(key: Key) -> int:
+    """What a budget drops first comes last: sizes between whole numbers of drafts a request, then prompt chunks."""
+    kind, _, num_requests, extra = key
+    if kind != "step" or extra in (0, num_requests, 3 * num_requests):
+        return 0
+    return 1 if num_requests == 1 else 2
 
 
 def _deep(extras: tuple[int, ...], num_requests: int) -> tuple[int, ...]:

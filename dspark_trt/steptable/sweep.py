@@ -27,11 +27,12 @@ class Timing:
 
     ms: float  # median
     spread: float  # between the quartiles, as a share of the median
+    num_repeats: int = NUM_SWEEPS
 
     @classmethod
     def of(cls, repeats: list[float]) -> Timing:
         low, median, high = np.quantile(repeats, (0.25, 0.5, 0.75))
-        return cls(float(median), float((high - low) / max(median, 1e-9)))
+        return cls(float(median), float((high - low) / max(median, 1e-9)), len(repeats))
 
 
 def sweep(
