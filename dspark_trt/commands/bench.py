@@ -62,6 +62,7 @@ def bench(
     if trace is not None and (through_triton or kinds is not None):
         raise RecipeError("--trace goes without --kinds and --through-triton: a server does not tell its steps")
     from dspark_trt.building.finished import check_servable, read_finished, read_gamma
+    from dspark_trt.building.reprofile import table_for_here
     from dspark_trt.commands import report
     from dspark_trt.commands.bench_against import Server
     from dspark_trt.commands.bench_report import as_data, as_markdown, check_report_path, write_report
@@ -87,7 +88,8 @@ def bench(
     servers = [Server(url) for url in against or ()]
     for wanted in asked or (None,):
         check_servable(folder, None if wanted is None else parse_scheduler(wanted))
-    recipe = read_finished(folder)[0].recipe
+    summary, _ = read_finished(folder)
+    recipe = summary.recipe
     gamma, codec = read_gamma(folder / "checkpoints" / "drafter.json"), TextCodec.load(folder / "checkpoints/tokenizer")
     if max(counts) > recipe.max_slots:
         raise RecipeError(
@@ -113,10 +115,18 @@ def bench(
             client, measured_by = find_client(is_chat=codec.has_chat_template)
             remarks.append(
                 f"Through Triton: a server for each mode in each repeat, measured by {measured_by}, from the first "
-                "request sent to the last answer, behind as many requests that warm up as are in flight."
+                "request sent to the last answer, behind as many requests that warm up as are in flight. Price errors "
+                "are the server's own metric, to the width of its buckets, with the steps that read prompts beside "
+                "others."
             )
             results = measure_through_triton(
-                folder, client, loads, plan, others, lambda done: bars.update("bench through Triton", done)
+                folder,
+                table_for_here(folder, summary),
+                client,
+                loads,
+                plan,
+                others,
+                lambda done: bars.update("bench through Triton", done),
             )
         else:
             runners = loop_runners(load_deployment(folder), plan.modes) | others

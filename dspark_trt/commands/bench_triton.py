@@ -12,11 +12,13 @@ from dspark_trt.commands.bench_load import Load, Measured
 from dspark_trt.commands.bench_run import Plan, Runner
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.log import Progress, get_logger
+from dspark_trt.server.load_metrics import price_errors, read_step_counts, steps_not_drafting
 from dspark_trt.server.load_result import LoadResult
 from dspark_trt.server.load_test import Row, measure, measure_over_http
 from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.perf_analyzer import find_perf_analyzer
 from dspark_trt.server.supervisor import TritonServer
+from dspark_trt.steptable.table import StepTable
 
 Client = Callable[[TritonServer, Load, str, int], LoadResult]  # server, load, mode, requests
 
@@ -58,15 +60,16 @@ def _row(text: str, max_tokens: int, is_chat: bool) -> Row:
 
 def measure_through_triton(
     folder: Path,
+    step_table: StepTable,
     client: Client,
     loads: Sequence[Load],
     plan: Plan,
     others: Mapping[str, Runner],
     progress: Progress = lambda fraction: None,
 ) -> list[Measured]:
-    """All loads of a mode in one life of its server; `others` are running already. Repeats while the budget lasts.
+    """All loads of a mode in one life of its server, which prices by `step_table`; `others` are running already.
 
-    Raises LoadTestError when a request fails, and as `TritonServer` does.
+    Repeats while the budget lasts. Raises LoadTestError when a request fails, and as `TritonServer` does.
     """
     started, longest = time.perf_counter(), 0.0
     names = [*plan.modes, *others]
@@ -80,21 +83,25 @@ def measure_through_triton(
             if name in others:
                 results += [others[name](load, repeat) for load in loads]
             else:
-                results += _of_mode(folder, client, loads, plan, name, repeat)
+                results += _of_mode(folder, step_table, client, loads, plan, name, repeat)
             progress((repeat + (at + 1) / len(names)) / plan.repeats)
         longest = max(longest, time.perf_counter() - begun)
     progress(1.0)
     return results
 
 
-def _of_mode(folder: Path, client: Client, loads: Sequence[Load], plan: Plan, mode: str, repeat: int) -> list[Measured]:
+def _of_mode(
+    folder: Path, step_table: StepTable, client: Client, loads: Sequence[Load], plan: Plan, mode: str, repeat: int
+) -> list[Measured]:
     results = []
     with tempfile.TemporaryDirectory(prefix="dspark-trt-bench-") as scratch:
         options = ServeOptions(0, 0, 0, scheduler=mode, log_file=Path(scratch) / "server.log")
-        with TritonServer(folder, options) as server:
+        with TritonServer(folder, options, step_table) as server:
             for load in loads:
                 count = load.num_requests if plan.is_short else max(load.num_requests, 2 * load.concurrency)
+                before = read_step_counts(server.metrics_url)
                 found = client(server, load, mode, count)
+                behind = read_step_counts(server.metrics_url)
                 results.append(
                     Measured(
                         mode=mode,
@@ -106,8 +113,9 @@ def _of_mode(folder: Path, client: Client, loads: Sequence[Load], plan: Plan, mo
                         ttft_ms=found.ttft_ms,
                         mean_verify_len=found.mean_verify_len,
                         accepted_len=found.accepted_len,
-                        steps_not_drafting=None,
+                        steps_not_drafting=steps_not_drafting(before, behind),
                         requests_not_drafting=None,
+                        price_errors=price_errors(before, behind),
                     )
                 )
     return results

@@ -35,6 +35,8 @@ def test_modes_are_measured_through_servers_of_their_own(tiny_build: Path, tmp_p
     assert (off["mode"], off["mean_verify_len"], off["accepted_len"]) == ("off", 0, 1)
     assert fixed["mode"] == "fixed:2"
     assert 0 < fixed["mean_verify_len"] <= 2
+    assert (off["steps_not_drafting"], fixed["steps_not_drafting"] < 1) == (1, True)
+    assert fixed["price_error"][0] > 0, "of steps that were served"
     assert fixed["ratio_to_off"]["median"] > 0
     assert min(off["tokens_per_s"]["median"], off["user_tokens_per_s"], off["ttft_ms"]) > 0
     assert "Through Triton: a server for each mode in each repeat" in markdown.read_text()
