@@ -57,7 +57,17 @@ def _measure(build_dir: Path, options: ServeOptions) -> StepTable:
     """By `dspark-trt profile --output`, whose progress is seen where the log is for people. Raises EngineBuildError."""
     with tempfile.TemporaryDirectory(prefix="dspark-trt-table-") as folder:
         path = Path(folder) / "step_table.json"
-        command = [sys.executable, "-m", "dspark_trt", "--log-level", "error", "profile", str(build_dir), "--json"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "dspark_trt",
+            "--log-level",
+            "error",
+            "profile",
+            str(build_dir),
+            "--json",
+        ]
         command += ["--output", str(path), "--budget", str(options.step_table_budget_s)]
         is_for_people = options.log_format == "text"
         process = subprocess.Popen(
