@@ -70,6 +70,7 @@ def serve(
     from dspark_trt.server.serve import ServeOptions
     from dspark_trt.server.serve import serve as run_server
     from dspark_trt.server.server_log import as_event
+    from dspark_trt.server.step_table import step_table_for
     from dspark_trt.server.summary import check_memory, summarise
     from dspark_trt.serving.limits import AdmissionLimits
 
@@ -102,4 +103,5 @@ def serve(
     def on_event(message: str) -> None:
         print(json.dumps(as_event(message)) if log_format == "json" else message, file=sys.stderr, flush=True)
 
-    run_server(folder, options, on_ready, on_event, front_end)
+    table = step_table_for(folder, options, on_event)
+    run_server(folder, options, on_ready, on_event, front_end, table)
