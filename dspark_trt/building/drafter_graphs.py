@@ -102,7 +102,7 @@ def _evidence(context: Context, folder: Path, progress: Progress) -> Evidence:
         max_seq_len=context.limits.max_seq_len,
         progress=progress,
     )
-    plain_ms = {count: _plain_ms(target, count) for count in (1, 8) if count <= context.limits.max_slots}
+    plain_ms = {count: _plain_ms(target, count) for count in (1, 8) if count <= context.limits.max_requests}
     vocab_size = context.drafter.spec.decoder.vocab_size
     return evidence_of(recorder, gamma=gamma, vocab_size=vocab_size, plain_ms=plain_ms)
 

@@ -91,9 +91,9 @@ def bench(
     summary, _ = read_finished(folder)
     recipe = summary.recipe
     gamma, codec = read_gamma(folder / "checkpoints" / "drafter.json"), TextCodec.load(folder / "checkpoints/tokenizer")
-    if max(counts) > recipe.max_slots:
+    if max(counts) > recipe.max_requests:
         raise RecipeError(
-            f"--concurrency: expected at most {recipe.max_slots} requests, as the build has rows, found {max(counts)}"
+            f"--concurrency: expected at most {recipe.max_requests} requests, as the build has rows, found {max(counts)}"
         )
     texts = bench_prompts(codec, prompts)
     plan = Plan(

@@ -139,7 +139,7 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
         "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {list(drafter['target_layer_ids'])}",
         "engine": _engine(description),
         "numerics": description["numerics"],
-        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, "
+        "limits": f"{recipe['max_requests']} requests, {recipe['max_seq_len']} positions, "
         f"{recipe['max_batch_tokens']} tokens a step",
         "calibration": description["calibration"]["kind"],
         "step table": _trust(description["step_table"]["provenance"]),

@@ -14,10 +14,10 @@ SHALLOW_CONTEXT_TOKENS = 128
 DEEP_CONTEXT_TOKENS = (1024,)  # as far as the rows hold them
 
 
-def request_grid(max_slots: int) -> tuple[int, ...]:
+def request_grid(max_requests: int) -> tuple[int, ...]:
     """1, 2, 4, … and the number of slots itself."""
-    powers = [1 << shift for shift in range(max_slots.bit_length()) if 1 << shift <= max_slots]
-    return tuple(sorted({*powers, max_slots}))
+    powers = [1 << shift for shift in range(max_requests.bit_length()) if 1 << shift <= max_requests]
+    return tuple(sorted({*powers, max_requests}))
 
 
 def extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tuple[int, ...]:
@@ -49,13 +49,13 @@ def padded_extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tu
 
 def ingest_grid(gamma: int, limits: EngineLimits) -> tuple[int, ...]:
     """Context tokens to time the drafter's ingest for."""
-    most = min(limits.max_batch_tokens, _most_tokens(limits.max_slots, gamma, limits))
+    most = min(limits.max_batch_tokens, _most_tokens(limits.max_requests, gamma, limits))
     return tuple(sorted({min(count, most) for count in (1, 4, 16, 64, 256)}))
 
 
 def _most_tokens(num_requests: int, gamma: int, limits: EngineLimits) -> int:
     """Of the step that `verification_batch` makes: whole blocks, and a chunk in a row of its own."""
-    num_decode = min(num_requests, limits.max_slots - 1)
+    num_decode = min(num_requests, limits.max_requests - 1)
     return num_decode * (gamma + 1) + limits.max_seq_len
 
 
@@ -65,11 +65,13 @@ def context_grid(limits: EngineLimits, gamma: int) -> tuple[int, ...]:
     return tuple(sorted({min(SHALLOW_CONTEXT_TOKENS, room), *(min(depth, room) for depth in DEEP_CONTEXT_TOKENS)}))
 
 
-def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: int, max_slots: int) -> TargetBatch:
+def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: int, max_requests: int) -> TargetBatch:
     """The step to time: every request holds `depth` positions;
     token ids are arbitrary, the cost does not depend on them."""
     has_prefill = batch_tokens > num_requests * (gamma + 1)
-    num_decode = num_requests - 1 if has_prefill and num_requests == max_slots else num_requests  # a chunk needs a row
+    num_decode = (
+        num_requests - 1 if has_prefill and num_requests == max_requests else num_requests
+    )  # a chunk needs a row
     in_decode = min(batch_tokens, num_decode * (gamma + 1))
     lengths = np.full(num_decode, in_decode // max(num_decode, 1), dtype=np.int64)
     lengths[: in_decode - int(lengths.sum())] += 1

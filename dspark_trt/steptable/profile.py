@@ -56,7 +56,7 @@ def profile(
             must have are always made.
     """
     limits, gamma = target.limits, drafter.gamma
-    requests, depths, slots = request_grid(limits.max_slots), context_grid(limits, gamma), slot_counts(gamma)
+    requests, depths, slots = request_grid(limits.max_requests), context_grid(limits, gamma), slot_counts(gamma)
     grid = padded_extra_grid if is_padded else extra_grid
     extras = {count: grid(count, gamma, limits) for count in requests}
     ingested = ingest_grid(gamma, limits)
@@ -64,7 +64,7 @@ def profile(
     for depth in depths:
         for count in requests:
             for extra in extras[count] if depth == depths[0] else _deep(extras[count], count):
-                batch = verification_batch(count, count + extra, gamma, depth, limits.max_slots)
+                batch = verification_batch(count, count + extra, gamma, depth, limits.max_requests)
                 calls["step", depth, count, extra] = partial(target.forward, batch)
             for num_slots in slots:
                 calls["draft", depth, count, num_slots] = partial(drafter.draft, _block(count, num_slots, depth))
@@ -182,9 +182,9 @@ def _block(num_requests: int, num_slots: int, depth: int) -> DraftBatch:
 def _ingest(target: TargetEngine, num_tokens: int, gamma: int, depth: int) -> IngestBatch:
     """Taps are a copy of what the target gives, where it gives it:
     on a device they would otherwise be sent there every time."""
-    max_slots = target.limits.max_slots
-    num_rows = min(num_tokens, max_slots)
-    verified = verification_batch(num_rows, num_tokens, gamma, depth, max_slots)
+    max_requests = target.limits.max_requests
+    num_rows = min(num_tokens, max_requests)
+    verified = verification_batch(num_rows, num_tokens, gamma, depth, max_requests)
     taps = target.forward(verified).taps
     return IngestBatch(
         taps=array_namespace(taps).asarray(taps, copy=True),

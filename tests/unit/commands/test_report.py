@@ -18,7 +18,7 @@ def description(**changes: Any) -> dict[str, Any]:
             "target": "t",
             "drafter": "d",
             "precision": "fp32",
-            "max_slots": 1,
+            "max_requests": 1,
             "max_seq_len": 64,
             "max_batch_tokens": 512,
         },

@@ -141,14 +141,14 @@ def test_a_doubtful_table_is_measured_again_once_then_said_and_recorded(
         assert "dspark-trt profile DIR" in caplog.text
 
 
-@pytest.mark.parametrize("max_slots", [1, 4])
+@pytest.mark.parametrize("max_requests", [1, 4])
 @pytest.mark.parametrize("gamma", [1, 5, 13])
-def test_no_timed_call_is_larger_than_the_smallest_rows_that_a_build_accepts(max_slots: int, gamma: int) -> None:
-    limits = EngineLimits(max_slots, max_seq_len=gamma + 3, max_batch_tokens=512)
+def test_no_timed_call_is_larger_than_the_smallest_rows_that_a_build_accepts(max_requests: int, gamma: int) -> None:
+    limits = EngineLimits(max_requests, max_seq_len=gamma + 3, max_batch_tokens=512)
     for depth in context_grid(limits, gamma):
         assert 0 < depth < limits.max_seq_len - gamma
-        sizes = [(max_slots, tokens) for tokens in ingest_grid(gamma, limits)]
+        sizes = [(max_requests, tokens) for tokens in ingest_grid(gamma, limits)]
         sizes += [(1, 1 + extra) for grid in (extra_grid, padded_extra_grid) for extra in grid(1, gamma, limits)]
         for num_requests, tokens in sizes:
-            batch = verification_batch(min(num_requests, tokens), tokens, gamma, depth, max_slots)
+            batch = verification_batch(min(num_requests, tokens), tokens, gamma, depth, max_requests)
             assert int((batch.past_lengths + batch.query_lengths).max()) <= limits.max_seq_len
