@@ -11,7 +11,7 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
 from dspark_trt.building.recipe import BuildRecipe
-from dspark_trt.building.reprofile import warn_of_differences
+from dspark_trt.building.reprofile import table_for_here
 from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DraftSource, TargetSpec
 from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
@@ -87,9 +87,11 @@ class Deployment:
         return SamplingParams(**asdict(self.target_spec.generation_defaults) | values)
 
 
-def load_deployment(folder: Path) -> Deployment:
+def load_deployment(folder: Path, *, step_table: Path | None = None) -> Deployment:
     """Open the build in `folder` after checking its chain (sizes and times, not bytes)
     and that its engines are for this machine.
+
+    step_table: the file of the table that prices steps; None: the build's own, or one that was measured beside it.
 
     Raises ManifestError when the build is unfinished, edited or mixed from several builds; EnvironmentMissingError when
     the engine's package or GPU is missing; EngineBuildError when an engine cannot be opened.
@@ -100,8 +102,7 @@ def load_deployment(folder: Path) -> Deployment:
         if name != "triton_model_repo":  # an operator may edit its config.pbtxt
             check_outputs(folder / name, manifest)
     checkpoints = folder / "checkpoints"
-    step_table = StepTable.load(folder / "steptable" / "step_table.json")
-    warn_of_differences(folder, step_table, summary.recipe)
+    table = table_for_here(folder, summary) if step_table is None else StepTable.load(step_table)
     engines = open_engines(folder)
     source = read_draft_source(folder)
     calibration = load_calibration(folder / "calibration" / CALIBRATION_FILE, gamma=source.gamma)
@@ -112,7 +113,7 @@ def load_deployment(folder: Path) -> Deployment:
         target=engines.target,
         drafter=engines.drafter,
         step=engines.step,
-        step_table=step_table,
+        step_table=table,
         calibration=calibration.calibration,
         lookup=calibration.lookup_acceptance if summary.recipe.lookup == "auto" else None,
         codec=TextCodec.load(checkpoints / "tokenizer"),

@@ -9,6 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def default_cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/dspark-trt`, or `~/.cache/dspark-trt`. Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dspark-trt"
+
+
 @contextmanager
 def replace_folder(destination: Path) -> Iterator[Path]:
     """A scratch folder beside `destination` that takes its place when the block ends well and vanishes when it does

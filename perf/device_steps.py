@@ -33,7 +33,7 @@ from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch, 
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.reference.on_device import open_device_reference_engines
-from dspark_trt.steptable.profile import verification_batch
+from dspark_trt.steptable.grid import verification_batch
 
 QWEN3_06B = DecoderSpec(
     num_layers=28,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from dspark_trt.machine.gpu import Gpu
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
 from dspark_trt.packaging.model_repo import write_model_repo
 from dspark_trt.steptable.profile import profile
+from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec
 
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
@@ -93,6 +95,14 @@ def _make_engines(context: Context, folder: Path, progress: Progress) -> None:
 
 
 def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
+    measure_step_table(context, progress).save(folder / "step_table.json")
+
+
+def measure_step_table(context: Context, progress: Progress, budget_s: float = math.inf) -> StepTable:
+    """The table of a build whose engines are there, of this machine; `budget_s` as in `profile`.
+
+    Raises EnvironmentMissingError where the engines' GPU is not.
+    """
     _check_can_measure(context)
     engines = open_engines(context.output)
     table = profile(
@@ -104,9 +114,11 @@ def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
         synchronize=engines.synchronize,
         num_warm_ups=NUM_WARM_UPS_ON_A_DEVICE if context.is_on_device else 1,
         is_padded=context.is_on_device,
+        num_threads=1 if context.is_on_device else context.recipe.num_threads or cpu.num_cores(),
+        budget_s=budget_s,
     )
     codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
-    with_host_time(table, UnpricedLoops(engines.target, engines.drafter, codec.decode)).save(folder / "step_table.json")
+    return with_host_time(table, UnpricedLoops(engines.target, engines.drafter, codec.decode))
 
 
 def _check_can_measure(context: Context) -> None:
@@ -132,7 +144,7 @@ def _measured_on(context: Context) -> dict[str, Any]:
 def measured_with(context: Context) -> dict[str, Any]:
     """What the times of a step table depend on besides the engines' files."""
     packages = DEVICE_DISTRIBUTIONS if context.is_on_device else ("onnxruntime",)
-    here = _measured_on(context) | {"versions": installed_versions(*packages)}
+    here = _measured_on(context) | {"backend": context.recipe.backend, "versions": installed_versions(*packages)}
     if not context.is_on_device:
         here["num_threads"] = context.recipe.num_threads or cpu.num_cores()
     return here

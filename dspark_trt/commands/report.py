@@ -141,6 +141,7 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
         "limits": f"{recipe['max_requests']} requests, {recipe['max_seq_len']} positions, "
         f"{recipe['max_batch_tokens']} tokens a step",
         "calibration": _calibration(description["calibration"]),
+        "step table": _trust(description["step_table"]["provenance"]),
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
@@ -152,6 +153,15 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
         size = sum(output["bytes"] for output in stage["outputs"].values())
         console.print(f"{name:<18} {stage['key'][:16]}  {size / 1e6:9.1f} MB  {stage['created']}", highlight=False)
     console.print("chain intact" + (", every file hashed again" if description["hashes_verified"] else ""))
+
+
+def _trust(provenance: dict[str, Any]) -> str:
+    """When the table was measured, and what speaks against it."""
+    doubts = provenance.get("doubts", ())
+    measured = f"measured {provenance['measured_at']}" if "measured_at" in provenance else "measured"
+    if not doubts:
+        return measured
+    return f"{measured}, doubtful: {'; '.join(doubts)}; run `dspark-trt profile DIR` when the machine is quiet"
 
 
 def _engine(description: dict[str, Any]) -> str:

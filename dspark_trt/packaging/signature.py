@@ -147,11 +147,17 @@ _POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "STRING", (ANY,)), *PUBLIC_OUTPUTS)
 
 
 def model_configs(
-    engine_model_name: str, *, build_directory: str, scheduler: str, admission: str = "{}", control_socket: str = ""
+    engine_model_name: str,
+    *,
+    build_directory: str,
+    scheduler: str,
+    admission: str = "{}",
+    control_socket: str = "",
+    step_table: str = "",
 ) -> tuple[ModelConfig, ...]:
     """The four models. `build_directory` is absolute or relative to a model's folder; `scheduler` as in
     `parse_scheduler`; `admission` the AdmissionLimits that differ from the defaults, as JSON; `control_socket` where a
-    supervisor asks.
+    supervisor asks; `step_table` a file to price steps by in place of the build's own.
     """
     engine = ModelConfig(
         name=engine_model_name,
@@ -169,6 +175,7 @@ def model_configs(
             "scheduler": scheduler,
             "admission": admission,
             "control_socket": control_socket,
+            "step_table": step_table,
         },
     )
     preprocessing = ModelConfig(

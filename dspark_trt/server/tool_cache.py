@@ -10,11 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.files import default_cache_folder
 
-
-def default_cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/dspark-trt`, or `~/.cache/dspark-trt`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dspark-trt"
+__all__ = ["assemble", "default_cache_folder", "download_wheel", "missing_libraries", "prepend"]
 
 
 def assemble(folder: Path, fill: Callable[[Path, Path], None]) -> None:

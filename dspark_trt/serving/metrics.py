@@ -33,6 +33,7 @@ OUTCOMES = ("stop", "length", *_OUTCOMES.values())
 _LATENCY_S = [0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
 _STEP_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0]
 _TOKENS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0]
+_ERRORS = [0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0]
 _LENGTHS = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0]
 
 # (family, help, labels, value of the totals): counters of the loop
@@ -71,6 +72,7 @@ _COUNTERS: tuple[tuple[str, str, dict[str, str], Callable[[LoopTotals], float]],
 _HISTOGRAMS = {
     "dspark_step_seconds": ("Time of a step of the decoding loop", _STEP_S),
     "dspark_batch_tokens": ("Packed tokens of a step: prompts, anchors and drafts", _TOKENS),
+    "dspark_step_price_error_ratio": ("|Predicted / measured - 1| of the steps that were priced", _ERRORS),
     "dspark_verify_len": ("Mean number of drafts verified for a request in a step", _LENGTHS),
     "dspark_queue_seconds": ("Time from arrival to a row", _LATENCY_S),
     "dspark_time_to_first_token_seconds": ("Time from arrival to the first token", _LATENCY_S),
@@ -227,6 +229,7 @@ class ServingMetrics:
         if record.expected_ms:
             self._later(self._priced["predicted"], record.expected_ms / 1e3)
             self._later(self._priced["measured"], record.total_ms / 1e3)
+            self._histograms["dspark_step_price_error_ratio"].observe(abs(record.expected_ms / record.total_ms - 1))
 
     def _later(self, metric: Any, value: float) -> None:
         if value > 0:

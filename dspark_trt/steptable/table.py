@@ -194,8 +194,11 @@ class StepTable:
         result: Floats = values[at - 1] + share * (values[at] - values[at - 1])
         return result
 
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        path.write_text(self.as_json())
 
     @classmethod
     def load(cls, path: Path) -> StepTable:

@@ -11,10 +11,11 @@ from tests.support.factories import write_drafter, write_target
 MAX_REQUESTS, MAX_SEQ_LEN = 4, 8192
 
 
-def make_tiny_build(folder: Path) -> Path:
+def make_tiny_build(folder: Path, max_seq_len: int = MAX_SEQ_LEN) -> Path:
+    """Short rows: calibrated in a moment."""
     target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True, max_positions=MAX_SEQ_LEN)
     drafter = write_drafter(folder / "drafter", target)
-    limits = {"max_requests": MAX_REQUESTS, "max_seq_len": MAX_SEQ_LEN, "max_batch_tokens": 64}
+    limits = {"max_requests": MAX_REQUESTS, "max_seq_len": max_seq_len, "max_batch_tokens": 64}
     recipe = BuildRecipe(
         target=str(target),
         drafter=str(drafter),

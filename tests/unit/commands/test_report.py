@@ -48,6 +48,7 @@ def step_table(extra_tokens: list[int], milliseconds: list[float], draft_ms: flo
         "step_ms": [[milliseconds]],
         "num_slots": [2],
         "draft_ms": [[[draft_ms]]],
+        "provenance": {},
     }
 
 
@@ -88,3 +89,14 @@ def test_calibration_says_what_it_was_fitted_on_and_what_it_brought() -> None:
     calibration = {"kind": "fitted", "num_fit_blocks": 7412, "before": [{"ece": 0.051}], "after": [{"ece": 0.018}]}
     text = shown(description(calibration=calibration), 200)
     assert "fitted on 7412 blocks; ECE at position 1: 5.1% before, 1.8% after" in text
+
+
+def test_doubts_about_the_step_table_are_shown_with_what_to_do() -> None:
+    table = step_table([0], [1.0], 1.0)
+    told = {"measured_at": "2026-01-02", "doubts": []}
+    assert "measured 2026-01-02\n" in "".join(
+        f"{line.rstrip()}\n" for line in shown(description(step_table=table | {"provenance": told}), 200).splitlines()
+    )
+    told = told | {"doubts": ["the machine was busy"]}
+    text = shown(description(step_table=table | {"provenance": told}), 200)
+    assert "doubtful: the machine was busy; run `dspark-trt profile DIR`" in text

@@ -103,6 +103,17 @@ def test_metrics_are_the_loops_own_counts_and_go_on_with_a_new_loop() -> None:
     assert VALUES["dspark_requests_running", ""] == VALUES["dspark_requests_waiting", ""] == 0
 
 
+def test_error_of_a_price_is_observed_for_every_step_that_was_priced() -> None:
+    metrics, loop = new_metrics(), new_loop()
+    loop.submit(request("0", 12))
+    num_priced = 0
+    while loop.has_work:
+        loop.step()
+        metrics.after_step(loop, 0, True)
+        num_priced += loop.last_step.num_requests > 0 and loop.last_step.expected_ms > 0
+    assert VALUES["dspark_step_price_error_ratio", ""] == num_priced > 0
+
+
 def test_step_without_work_is_not_counted() -> None:
     metrics, loop = new_metrics(), new_loop()
     loop.step()

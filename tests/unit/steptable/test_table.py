@@ -10,8 +10,7 @@ import pytest
 
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ManifestError
-from dspark_trt.steptable import profile as profile_module
-from dspark_trt.steptable.profile import NUM_SWEEPS_OF_LONG_STEPS, extra_grid, request_grid, sweep, verification_batch
+from dspark_trt.steptable.grid import extra_grid, request_grid, verification_batch
 from dspark_trt.steptable.table import StepTable, isotonic
 
 TABLE = StepTable(
@@ -143,37 +142,3 @@ def test_timed_step_is_one_that_the_engine_accepts(max_requests: int, num_reques
     assert batch.query_lengths.min() >= 1
     assert batch.query_lengths[: batch.num_decode].max(initial=1) <= gamma + 1
     assert len(set(batch.rows.tolist())) == len(batch.rows) <= max_requests
-
-
-KEY = ("step", 0, 1, 0)
-
-
-class Queue:
-    """A device that only does its work when it is waited for, on a clock of its own."""
-
-    def __init__(self, milliseconds: list[float]) -> None:
-        self.now = 0.0
-        self.calls: list[str] = []
-        self._milliseconds = iter(milliseconds)
-
-    def call(self) -> None:
-        self.calls.append("call")
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-        self.now += next(self._milliseconds) / 1e3
-
-
-def test_what_engines_only_enqueue_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue([900.0, 900.0, 900.0, 4.0, 5.0, 6.0, 5.0, 5.0])
-    monkeypatch.setattr(profile_module.time, "perf_counter", lambda: queue.now)
-    measured = sweep({KEY: queue.call}, lambda fraction: None, synchronize=queue.synchronize, num_warm_ups=3)
-    assert measured[KEY] == pytest.approx(5.0)
-    assert queue.calls == ["call", "synchronize"] * 8
-
-
-def test_steps_known_to_be_long_are_timed_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue([1.0, *[200.0] * 5])
-    monkeypatch.setattr(profile_module.time, "perf_counter", lambda: queue.now)
-    assert sweep({KEY: queue.call}, lambda fraction: None, synchronize=queue.synchronize)[KEY] == pytest.approx(200)
-    assert queue.calls.count("call") == 1 + NUM_SWEEPS_OF_LONG_STEPS

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-import perf_analyzer
 import pytest
 
 from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.server import perf_analyzer
 
 WHEELS = {
     "perf-analyzer": {"perf_analyzer/bin/perf_analyzer": b"of the wheel"},
