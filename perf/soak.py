@@ -11,133 +11,28 @@ that grow, each fail it (exit code 4).
 from __future__ import annotations
 
 import argparse
-import itertools
-import random
 import signal
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from soak_cases import Case, make_cases
-from soak_clients import BrokenStreamError, Checker, Client, GrpcClient, OpenAiClient, WrongAnswerError
+from soak_cases import make_cases
+from soak_load import Load, ask, work
 from soak_report import SoakResult, write_report
 from soak_server import BACK, FAILED, SoakServer, soak_server
 from soak_watch import Growth, Watch, growth_at_rest, memory_growth
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.errors import DSparkError
-from dspark_trt.packaging.signature import ENSEMBLE
+from dspark_trt.server.summary import footprint
 
-CANCEL_EVERY, BAD_EVERY = 20, 100  # requests: 5 % and 1 %
 _BACK_TIMEOUT_S = 120.0
-_RECONNECT_S = 5.0  # after the server is back a client's connection may still be the old one
-_PAUSE_S = 0.5  # of a client whose request failed
 _SETTLE_S = 20.0
+_LONG_S = 300.0  # of load, in which KV memory is taken early and must not grow later
 _MAX_LISTED = 20
-
-
-@dataclass
-class _Load:
-    """What the clients share. Counters are kept under the lock."""
-
-    server: SoakServer
-    cases: Sequence[Case]
-    engine_model: str
-    stopping: threading.Event = field(default_factory=threading.Event)
-    numbers: Iterator[int] = field(default_factory=itertools.count)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    counts: Counter[tuple[str, str]] = field(default_factory=Counter)  # (way, outcome)
-    num_tokens: int = 0
-    first_piece_s: list[float] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-    killed_at: float | None = None
-    back_at: float | None = None
-
-    def count(self, way: str, outcome: str, num_tokens: int = 0) -> None:
-        with self.lock:
-            self.counts[way, outcome] += 1
-            self.num_tokens += num_tokens
-
-    def fail(self, message: str) -> None:
-        with self.lock:
-            self.failures.append(message)
-
-    def is_excused(self, began_at: float) -> bool:
-        """Whether a request that began then may have ended by the kill."""
-        if self.killed_at is None:
-            return False
-        return self.back_at is None or began_at < self.back_at + _RECONNECT_S
-
-    def clients(self) -> dict[str, Client]:
-        address = self.server.grpc_address
-        return {
-            "gRPC, ensemble": GrpcClient(address, ENSEMBLE, takes_ids=False),
-            "gRPC, engine model": GrpcClient(address, self.engine_model, takes_ids=True),
-            "OpenAI, completions": OpenAiClient(self.server.openai_url),
-        }
-
-
-def _work(load: _Load, seed: int) -> None:
-    chosen = random.Random(seed)
-    clients = load.clients()
-    while not load.stopping.is_set():
-        number = next(load.numbers)
-        way = chosen.choice(list(clients))
-        client, case = clients[way], chosen.choice(load.cases)
-        began_at = time.monotonic()
-        try:
-            if number % BAD_EVERY == BAD_EVERY // 10:
-                _be_refused(load, way, client, case)
-            else:
-                max_pieces = chosen.randrange(4) if number % CANCEL_EVERY == CANCEL_EVERY // 2 + 1 else None
-                _ask(load, way, client, case, max_pieces)
-        except WrongAnswerError as error:
-            load.fail(f"{way}: {error}")
-            client.leave()
-        except BrokenStreamError as error:
-            if load.is_excused(began_at):
-                load.count(way, "ended by the kill")
-            else:
-                load.fail(f"{way}: a request of {case.max_tokens} tokens failed: {error}")
-            load.stopping.wait(_PAUSE_S)
-        except Exception as error:  # of the client itself: it must not pass for a quiet end
-            load.fail(f"{way}: {type(error).__name__}: {error}")
-            client.leave()
-    for client in clients.values():
-        client.leave()
-
-
-def _ask(load: _Load, way: str, client: Client, case: Case, max_pieces: int | None) -> None:
-    """One request; its client leaves after `max_pieces`."""
-    checker, began_at = Checker(case), time.monotonic()
-    for num_pieces, piece in enumerate(client.stream(client.fields(case)), 1):
-        if num_pieces == 1:
-            load.first_piece_s.append(time.monotonic() - began_at)
-        checker.add(piece)
-        if max_pieces is not None and num_pieces > max_pieces and not piece.finish_reason:
-            client.leave()
-            load.count(way, "cancelled")
-            return
-    load.count(way, "answered", len(case.token_ids))
-
-
-def _be_refused(load: _Load, way: str, client: Client, case: Case) -> None:
-    fields: dict[str, Any] = client.fields(case)
-    bad = fields["temperature"] * 0 - 1 if isinstance(fields["temperature"], np.ndarray) else -1.0
-    try:
-        for _ in client.stream({**fields, "temperature": bad}):
-            raise WrongAnswerError("a request with temperature -1 was answered")
-    except BrokenStreamError as error:
-        if "temperature" not in str(error):
-            raise
-    load.count(way, "refused")
 
 
 def soak(
@@ -161,7 +56,7 @@ def soak(
     progress(f"decoding {num_cases} answers offline")
     cases = make_cases(build_dir, num_cases)
     with soak_server(build_dir) as server:
-        load = _Load(server, cases, recipe.engine_model_name)
+        load = Load(server, cases, recipe.engine_model_name, is_long=seconds >= _LONG_S)
         _warm_up(load)
         at_rest = server.tree.sample()
         began_at = time.monotonic()
@@ -173,12 +68,16 @@ def soak(
             load.back_at = _await_return(load)
             progress(f"back after {load.back_at - load.killed_at:.1f} s; {seconds / 2:g} s more")
             time.sleep(seconds / 2)
+            ended_at = time.monotonic()
         loaded_s = time.monotonic() - began_at - (load.back_at - load.killed_at)
         left = _await_rest(server)
+        progress(f"outcomes as the server counted them since then: {server.outcomes()}")
         for _, line in server.events(FAILED)[1:]:
             load.fail(f"it failed without being killed: {line}")
-        second_life = [sample for sample in watch.samples if sample.at > load.back_at + 1]
-        growth = [*memory_growth(second_life), *growth_at_rest(at_rest, server.tree.sample()), *left]
+        second_life = [sample for sample in watch.samples if load.back_at + 1 < sample.at < ended_at]
+        fresh = 0.0 if load.is_long else _kv_bytes_of_rows(build_dir, load)
+        memory = memory_growth(second_life, num_fresh_bytes=fresh)
+        growth = [*memory, *growth_at_rest(at_rest, server.tree.sample()), *left]
         running = [sample.num_running for sample in watch.samples if sample.num_running is not None]
     return SoakResult(
         build=build_dir.name,
@@ -196,11 +95,18 @@ def soak(
     )
 
 
-def _warm_up(load: _Load) -> None:
+def _kv_bytes_of_rows(build_dir: Path, load: Load) -> float:
+    """KV memory is taken as positions are filled the first time; a short soak may end before all rows are."""
+    found = footprint(build_dir)
+    longest = len(load.longest.prompt_ids) + load.longest.max_tokens
+    return found.kv_bytes * longest / found.limits.max_seq_len
+
+
+def _warm_up(load: Load) -> None:
     """One request each way, so that what is made at the first one is there."""
     case = min(load.cases, key=lambda case: len(case.token_ids))
     for way, client in load.clients().items():
-        _ask(load, way, client, case, None)
+        ask(load, way, client, case, None)
         client.leave()
     load.counts.clear()
     load.num_tokens = 0
@@ -218,9 +124,9 @@ def _watched(server: SoakServer) -> Iterator[Watch]:
 
 
 @contextmanager
-def _clients(load: _Load, count: int) -> Iterator[None]:
+def _clients(load: Load, count: int) -> Iterator[None]:
     """They end with their last answers."""
-    threads = [threading.Thread(target=_work, args=(load, seed), daemon=True) for seed in range(count)]
+    threads = [threading.Thread(target=work, args=(load, seed), daemon=True) for seed in range(count)]
     for thread in threads:
         thread.start()
     try:
@@ -231,14 +137,15 @@ def _clients(load: _Load, count: int) -> Iterator[None]:
             thread.join()
 
 
-def _await_return(load: _Load) -> float:
+def _await_return(load: Load) -> float:
+    """When the server and the front end before it answer again."""
     deadline = time.monotonic() + _BACK_TIMEOUT_S
     assert load.killed_at is not None, "called after the kill"
-    while not (events := load.server.events(BACK, load.killed_at)):
+    while not (load.server.events(BACK, load.killed_at) and load.server.is_healthy()):
         if time.monotonic() > deadline or load.server.process.poll() is not None:
             raise DSparkError(f"the server did not come back within {_BACK_TIMEOUT_S:g} s after the kill")
         time.sleep(0.05)
-    return events[0][0]
+    return time.monotonic()
 
 
 def _await_rest(server: SoakServer) -> list[Growth]:

@@ -16,7 +16,7 @@ from dspark_trt.errors import DSparkError
 TIED_LOG_PROB_GAP = 1e-3  # below it the steps of two batches may choose differently; an answer ends before it
 _OUTPUT_TOKENS = (1, 8, 24, 64, 160)
 _LONG_EVERY = 6  # one prompt of so many is long
-_LONG_SHARE = 4  # a long prompt and its answer fill a row to one part of so many, at most
+_LONG_SHARE = 8  # a long prompt and its answer fill a row to one part of so many, at most
 
 
 @dataclass(frozen=True, slots=True)

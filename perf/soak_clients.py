@@ -78,7 +78,7 @@ class GrpcClient:
         }
 
     def stream(self, fields: dict[str, Any]) -> Iterator[Piece]:
-        request_id = str(next(_REQUEST_IDS))
+        request_id, num_pieces = str(next(_REQUEST_IDS)), 0
         try:
             if self._client is None:
                 self._open()
@@ -91,6 +91,7 @@ class GrpcClient:
                     raise error
                 if (found := result.get_response().id) != request_id:
                     raise WrongAnswerError(f"request {request_id} was given a response of request {found}")
+                num_pieces += 1
                 yield (piece := self._piece(result))
                 if piece.finish_reason:
                     return
@@ -99,7 +100,7 @@ class GrpcClient:
             raise BrokenStreamError(error.message() or str(error)) from None
         except Empty:
             self.leave()
-            raise BrokenStreamError(f"it hangs: no response within {HANG_S:g} s") from None
+            raise BrokenStreamError(f"it hangs: nothing for {HANG_S:g} s after {num_pieces} responses") from None
 
     def leave(self) -> None:
         if self._client is not None:

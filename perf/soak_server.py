@@ -69,11 +69,28 @@ class SoakServer:
     def metrics(self) -> dict[str, float] | None:
         """Samples of this package by name, labels left out; None while it does not answer."""
         try:
-            with _DIRECT.open(self.metrics_url, timeout=5.0) as answer:
-                text = answer.read().decode()
+            text = self._metrics_text()
         except OSError:
             return None
         return {name: float(value) for name, value in re.findall(r"^(dspark_\w+)(?:\{[^}]*\})? (\S+)$", text, re.M)}
+
+    def is_healthy(self) -> bool:
+        """As a load balancer asks: whether a request passes through the front end and all models."""
+        try:
+            with _DIRECT.open(f"{self.openai_url}/health", timeout=10.0) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def _metrics_text(self) -> str:
+        with _DIRECT.open(self.metrics_url, timeout=5.0) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def outcomes(self) -> dict[str, int]:
+        """Requests that ended since the server came up, by outcome."""
+        found = re.findall(r'^dspark_requests_total\{.*outcome="(\w+)".*\} (\S+)$', self._metrics_text(), re.M)
+        return {outcome: int(float(count)) for outcome, count in found if float(count)}
 
     def num_running(self) -> float | None:
         samples = self.metrics()

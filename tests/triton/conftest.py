@@ -13,7 +13,6 @@ from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment
 from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.supervisor import TritonServer
-from tests.support.tiny_build import make_tiny_build
 
 TIED_LOG_PROB_GAP = 1e-3  # below it two engines of different batches may choose differently
 
@@ -23,11 +22,6 @@ def server(demo_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     log_file = tmp_path_factory.mktemp("tritonserver") / "log"
     with TritonServer(demo_build, ServeOptions(0, 0, 0, log_file=log_file)) as running:
         yield running
-
-
-@pytest.fixture(scope="session")
-def tiny_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_build(tmp_path_factory.mktemp("tiny"))
 
 
 @dataclass(frozen=True)
