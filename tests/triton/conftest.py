@@ -30,6 +30,7 @@ class Answer:
     token_ids: list[int]
     num_prompt_tokens: int
     log_probs: list[float]
+    top_log_probs: list[list[tuple[int, float]]]  # of each token the two most probable ones
 
 
 class InProcess:
@@ -50,7 +51,13 @@ class InProcess:
             gaps = [first[1] - second[1] for first, second in result["top_log_probs"]]
             assert min(gaps) > TIED_LOG_PROB_GAP, f"choose another prompt than {prompt!r}: two tokens are tied in it"
         return [
-            Answer(result["text"], result["token_ids"], result["num_prompt_tokens"], result["log_probs"])
+            Answer(
+                result["text"],
+                result["token_ids"],
+                result["num_prompt_tokens"],
+                result["log_probs"],
+                result["top_log_probs"],
+            )
             for result in results
         ]
 
