@@ -1,6 +1,6 @@
-"""Debian's promtool, which checks alert rules: the program alone, out of its package, with no service installed.
+"""A program out of a Debian package, alone, with no service installed: promtool checks alert rules, nginx balances.
 
-python build_scripts/fetch_promtool.py FOLDER
+python build_scripts/fetch_debian_program.py promtool|nginx FOLDER
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ import sys
 import tempfile
 from pathlib import Path
 
+PACKAGES = {"promtool": ("prometheus", "usr/bin/promtool"), "nginx": ("nginx", "usr/sbin/nginx")}
 
-def fetch(folder: Path) -> Path:
-    """The promtool on PATH, or the one in `folder`, fetched there if need be. Raises CalledProcessError of apt-get."""
-    if installed := shutil.which("promtool"):
+
+def fetch(program: str, folder: Path) -> Path:
+    """The one on PATH, or the one in `folder`, fetched there if need be. Raises CalledProcessError of apt-get."""
+    if installed := shutil.which(program):
         return Path(installed)
-    tool = folder / "promtool"
+    tool = folder / program
     if not tool.exists():
+        package, path = PACKAGES[program]
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            subprocess.run(["apt-get", "download", "-qq", "prometheus"], cwd=scratch, check=True)
-            (package,) = Path(scratch).glob("prometheus_*.deb")
-            subprocess.run(["dpkg-deb", "--extract", package, scratch], check=True)
-            (Path(scratch) / "usr/bin/promtool").rename(tool)
+            subprocess.run(["apt-get", "download", "-qq", package], cwd=scratch, check=True)
+            (archive,) = Path(scratch).glob(f"{package}_*.deb")
+            subprocess.run(["dpkg-deb", "--extract", archive, scratch], check=True)
+            (Path(scratch) / path).rename(tool)
     return tool
 
 
 if __name__ == "__main__":
-    print(fetch(Path(sys.argv[1])))
+    print(fetch(sys.argv[1], Path(sys.argv[2])))
