@@ -12,6 +12,7 @@ import logging
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,16 +79,26 @@ def generate_over_ray(
     is_chat: bool,
     progress: Callable[[float], None],
 ) -> FileSummary:
-    """As `generate_lines`, on the nodes of the cluster at `address`: a worker on each, or for each GPU of it.
+    """As `generate_lines`. Raises as `ray_cluster`; RequestError when `results_file` cannot be written."""
+    with ray_cluster(address, folder, scheduler, given, is_chat=is_chat) as decode:
+        return write_results(decode(work.lines), work, results_file, progress)
 
-    The build must be at the same path on all of them.
+
+@contextmanager
+def ray_cluster(
+    address: str, folder: Path, scheduler: SchedulerConfig | None, given: dict[str, Any], *, is_chat: bool
+) -> Iterator[Callable[[Sequence[tuple[int, str]]], Iterator[dict[str, Any]]]]:
+    """What decodes lines of a prompt file, by number and text, on the nodes of a cluster: a worker on each node, or for
+    each GPU of it. It gives one result for each line, as it comes.
+
+    The build must be at the same path on all nodes.
 
     Raises EnvironmentMissingError without the package `ray`, a cluster, or a node that can take a worker;
-    EngineBuildError when no worker lives long enough; RequestError when `results_file` cannot be written.
+    EngineBuildError, while it decodes, when no worker lives long enough.
     """
+    on_gpu = read_engine_settings(folder).backend != "onnxruntime"
     ray = _connected(address)
     try:
-        on_gpu = read_engine_settings(folder).backend != "onnxruntime"
         members = [_Member(node_id) for node_id in _places(ray, on_gpu=on_gpu)]
         if not members:
             wanted = "GPUs" if on_gpu else "CPUs"
@@ -101,8 +112,7 @@ def generate_over_ray(
             member.actor = actor_class.options(scheduling_strategy=affinity).remote(*arguments)
             member.pending, member.shard = member.actor.open.remote(), None
 
-        results = _Cluster(ray, members, start).results(_numbered_among_equals(work.lines))
-        return write_results(results, work, results_file, progress)
+        yield lambda lines: _Cluster(ray, members, start).results(_numbered_among_equals(lines))
     finally:
         ray.shutdown()
 

@@ -121,6 +121,23 @@ def test_killed_worker_and_lost_node_lose_nothing(
     assert set(kept) - {line for line in kept if "error" in line} <= set(output.read_text().splitlines())
 
 
+def test_evaluation_counts_what_one_process_counts(cluster: Cluster, tiny_build: Path, tmp_path: Path) -> None:
+    for name, words in (("first", "a b c d"), ("second", "e f")):
+        lines = [json.dumps({"prompt": f"the quick brown {word}"}) for word in words.split()]
+        (tmp_path / name).write_text("\n".join(lines))
+    options = ["--prompts", str(tmp_path / "first"), "--prompts", str(tmp_path / "second"), "--max-tokens", "10"]
+    command = ["eval", str(tiny_build), *options, "--json"]
+    alone, together = (
+        json.loads(CliRunner().invoke(app, [*command, *more], catch_exceptions=False).stdout)["sets"]
+        for more in ([], ["--ray", cluster.address])
+    )
+    assert [each["num_prompts"] for each in together] == [4, 2]
+    for one, other in zip(alone, together, strict=True):
+        assert one["name"] == other["name"]
+        assert one["num_steps"] == pytest.approx(other["num_steps"], abs=1), "float noise may turn a draft"
+        assert one["accepted_len"] == pytest.approx(other["accepted_len"], abs=0.2)
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nonsense"])
 def test_cluster_that_is_not_there_is_said(address: str, tmp_path: Path, tiny_build: Path, prompts: Path) -> None:
     work = unfinished(prompts, tmp_path / "out")
