@@ -76,7 +76,7 @@ def soak(
             load.fail(f"it failed without being killed: {line}")
         second_life = [sample for sample in watch.samples if load.back_at + 1 < sample.at < ended_at]
         fresh = 0.0 if load.is_long else _kv_bytes_of_rows(build_dir, load)
-        memory = memory_growth(second_life, num_fresh_bytes=fresh)
+        memory = memory_growth(second_life, {f"model {recipe.engine_model_name}": fresh})
         growth = [*memory, *growth_at_rest(at_rest, server.tree.sample()), *left]
         running = [sample.num_running for sample in watch.samples if sample.num_running is not None]
     return SoakResult(

@@ -6,7 +6,7 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,10 +131,10 @@ class Growth:
     is_acceptable: bool
 
 
-def memory_growth(samples: Sequence[Sample], *, num_fresh_bytes: float = 0.0) -> list[Growth]:
+def memory_growth(samples: Sequence[Sample], fresh_bytes: Mapping[str, float] | None = None) -> list[Growth]:
     """Medians of the second and of the last quarter of a time in which no process was replaced.
 
-    `num_fresh_bytes` more are acceptable where a process runs a model: memory that it may take for the first time.
+    `fresh_bytes`: what a kind of process may take for the first time in that.
     """
     quarter = max(len(samples) // 4, 1)
     early, late = samples[quarter : 2 * quarter] or samples[:1], samples[-quarter:]
@@ -144,8 +144,7 @@ def memory_growth(samples: Sequence[Sample], *, num_fresh_bytes: float = 0.0) ->
             statistics.median(sample.usage[kind].rss_bytes if kind in sample.usage else 0 for sample in part)
             for part in (early, late)
         )
-        fresh = num_fresh_bytes if kind.startswith("model ") else 0.0
-        found.append(_growth(f"resident memory, {kind}", before, after, fresh))
+        found.append(_growth(f"resident memory, {kind}", before, after, (fresh_bytes or {}).get(kind, 0.0)))
     sizes = [statistics.median(sample.shared_memory_bytes for sample in part) for part in (early, late)]
     return [*found, _growth("shared memory", *sizes)]
 

@@ -59,6 +59,10 @@ def test_steady_growth_of_memory_is_seen_and_warming_up_is_none() -> None:
     assert warming.is_acceptable
     (leaking, _) = memory_growth(samples([100 * MIB + at * MAX_GROWTH_BYTES // 2 for at in range(8)]))
     assert not leaking.is_acceptable
+    (filling, _) = memory_growth(
+        samples([100 * MIB + at * MAX_GROWTH_BYTES // 2 for at in range(8)]), {"serve": 64 * MIB}
+    )
+    assert filling.is_acceptable
 
 
 def test_descriptors_and_processes_that_stay_are_seen() -> None:
