@@ -4,7 +4,7 @@
     python perf/soak.py build/smollm2 --seconds 60 --report soak.md
 
 Every answer is held against what the same build decodes offline without drafts; a token that is lost, wrong or out of
-order, a stream that hangs or fails without the kill being the reason, and memory, slots, descriptors or shared memory
+order, a stream that hangs or fails without the kill being the reason, and memory, rows, descriptors or shared memory
 that grow, each fail it (exit code 4).
 """
 
@@ -46,13 +46,13 @@ def soak(
     """Load a server of the build for `seconds`, the time in which it is started again left out.
 
     Args:
-        concurrency: clients, each with one request at a time; None: half as many again as there are slots.
+        concurrency: clients, each with one request at a time; None: half as many again as there are rows.
         progress: called with what is being done.
 
     Raises as `load_deployment`, and EngineBuildError when the server does not come up.
     """
     recipe = read_finished(build_dir)[0].recipe
-    concurrency = concurrency or recipe.max_slots * 3 // 2
+    concurrency = concurrency or recipe.max_requests * 3 // 2
     progress(f"decoding {num_cases} answers offline")
     cases = make_cases(build_dir, num_cases)
     with soak_server(build_dir) as server:
@@ -83,7 +83,7 @@ def soak(
         build=build_dir.name,
         loaded_s=loaded_s,
         concurrency=concurrency,
-        num_slots=recipe.max_slots,
+        num_rows=recipe.max_requests,
         num_cases=len(cases),
         outage_s=load.back_at - load.killed_at,
         counts=load.counts,
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("build", type=Path, help="build directory")
     parser.add_argument("--seconds", type=float, default=600.0, help="of load  [default: 600]")
-    parser.add_argument("--concurrency", type=int, help="clients  [default: half as many again as slots]")
+    parser.add_argument("--concurrency", type=int, help="clients  [default: half as many again as rows]")
     parser.add_argument("--report", type=Path, help="also write the report (Markdown) to this file")
     options = parser.parse_args(arguments)
     result = soak(

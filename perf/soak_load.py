@@ -73,7 +73,7 @@ class Load:
 
 def work(load: Load, seed: int) -> None:
     """Ask until it is told to stop. In a long soak the first request to a server that has just come up is the longest
-    one, so that every slot's KV memory is taken early, and what grows later is none of it."""
+    one, so that every row's KV memory is taken early, and what grows later is none of it."""
     chosen = random.Random(seed)
     clients: dict[str, Client] = {}
     number, life = next(load.numbers), -1

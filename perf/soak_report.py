@@ -22,13 +22,13 @@ class SoakResult:
     build: str
     loaded_s: float  # the time in which the server was started again left out
     concurrency: int
-    num_slots: int
+    num_rows: int
     num_cases: int
     outage_s: float  # from the kill to the first answer after it
     counts: Counter[tuple[str, str]]  # (way, outcome)
     num_tokens: int  # of answers that came to their end
     first_piece_s: Sequence[float]
-    running: Sequence[float]  # requests in slots, once a second
+    running: Sequence[float]  # requests in rows, once a second
     growth: Sequence[Growth]
     failures: Sequence[str]
 
@@ -46,12 +46,12 @@ def write_report(result: SoakResult) -> str:
         f"# Soak of {result.build}: {'failed' if result.failures else 'passed'}",
         "",
         f"{cpu_model()}, {num_cores()} cores; Python {platform.python_version()}. {result.concurrency} clients on "
-        f"{result.num_slots} slots for {result.loaded_s:.0f} s; {result.num_cases} different requests, their answers "
+        f"{result.num_rows} rows for {result.loaded_s:.0f} s; {result.num_cases} different requests, their answers "
         "decoded offline by the same build without drafts. One kill of the process that decodes, at half time.",
         "",
         f"- {total} requests, {result.num_tokens} tokens in whole answers ({tokens_per_s:.0f}/s)",
         f"- first response after {median_s:.2f} s (median), {slow_s:.2f} s (95 %)",
-        f"- slots taken: {statistics.median(result.running):.0f} of {result.num_slots} (median of the seconds)",
+        f"- rows taken: {statistics.median(result.running):.0f} of {result.num_rows} (median of the seconds)",
         f"- service was back {result.outage_s:.1f} s after the kill",
         f"- lost, wrong or reordered tokens, hanging or failed requests, growth: {len(result.failures)}",
         *(f"  - {failure}" for failure in result.failures),

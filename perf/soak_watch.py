@@ -34,7 +34,7 @@ class Sample:
     usage: dict[str, Usage]  # by the kind of process
     shared_memory_bytes: int
     num_shared_memory_regions: int
-    num_running: float | None  # requests in slots; None while the server does not answer
+    num_running: float | None  # requests in rows; None while the server does not answer
 
 
 class ProcessTree:

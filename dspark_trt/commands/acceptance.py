@@ -53,8 +53,8 @@ def evaluate_set(
     )
     prompts = [Prompt(ids, sampling) for _, ids in fitting]
     loop = deployment.make_loop(EVERY_DRAFT)
-    found = generate_each(loop, prompts, num_ahead=deployment.target.limits.max_slots)
-    return count_acceptance(name, (result for _, result in found), gamma=deployment.drafter.gamma)
+    found = generate_each(loop, prompts, num_ahead=deployment.target.limits.max_requests)
+    return count_acceptance(name, (result for _, result in found), gamma=deployment.gamma)
 
 
 def fitting_prompts(

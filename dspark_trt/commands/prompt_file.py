@@ -116,7 +116,7 @@ def result_lines(
 ) -> Iterator[dict[str, Any]]:
     """What is written for each of the lines, as its prompt ends. The arguments are those of `generate_lines`."""
     prompts = (_prompt(deployment, line, given, is_chat=is_chat) for line in lines)
-    num_ahead = 2 * deployment.recipe.max_slots  # the next prompt waits when a place becomes free
+    num_ahead = 2 * deployment.recipe.max_requests  # the next prompt waits when a place becomes free
     for index, result in generate_each(deployment.make_loop(scheduler), prompts, num_ahead=num_ahead):
         if isinstance(result, DSparkError):
             yield {"line": lines[index].number, "error": str(result).replace(f"prompt {index}: ", "")}

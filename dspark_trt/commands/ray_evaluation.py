@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dspark_trt.building.finished import read_finished
-from dspark_trt.checkpoints.spec_json import drafter_spec_from_json
+from dspark_trt.building.finished import read_finished, read_gamma
 from dspark_trt.commands.acceptance import EVERY_DRAFT, SEED, Acceptance, count_acceptance, fitting_prompts
 from dspark_trt.commands.generation import GenerationFailedError, Result
 from dspark_trt.commands.ray_workers import ray_cluster
@@ -30,7 +29,7 @@ def evaluate_over_ray(
     """
     max_seq_len = int(read_finished(folder)[1]["graphs"].settings["limits"]["max_seq_len"])
     checkpoints = folder / "checkpoints"
-    gamma = drafter_spec_from_json(json.loads((checkpoints / "drafter.json").read_text())).gamma
+    gamma = read_gamma(checkpoints / "drafter.json")
     codec = TextCodec.load(checkpoints / "tokenizer")
     set_of: dict[int, str] = {}
     lines: list[tuple[int, str]] = []
