@@ -49,6 +49,13 @@ def demo(demo_build: Path) -> Deployment:
 
 
 @pytest.fixture(scope="session")
+def tiny_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.tiny_build import make_tiny_build
+
+    return make_tiny_build(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
 def ngram_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target built without a drafter: do not write into it."""
     from tests.support.tiny_build import make_ngram_build

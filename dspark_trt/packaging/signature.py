@@ -97,6 +97,7 @@ ENGINE_ONLY_INPUTS = (
     Tensor("stop_words_list", "INT32", (2, ANY), is_optional=True),
     Tensor("stop", "BOOL", is_optional=True),
     Tensor("stop_handle", "INT64", is_optional=True),  # only here: the handle of the request to stop
+    Tensor("num_top_log_probs", "INT32", is_optional=True),  # only here: how many alternatives to each token
 )
 
 ENGINE_OUTPUTS = (
@@ -106,6 +107,8 @@ ENGINE_OUTPUTS = (
     Tensor("handle", "INT64"),  # only here
     Tensor("cum_log_probs", "FP32", (ANY,)),
     Tensor("output_log_probs", "FP32", (ANY, ANY)),
+    Tensor("top_token_ids", "INT32", (ANY, ANY)),  # only here: alternatives to each token
+    Tensor("top_log_probs", "FP32", (ANY, ANY)),
     Tensor("batch_index", "INT32"),
     Tensor("sequence_index", "INT32"),
     Tensor("num_input_tokens", "INT32"),
@@ -132,7 +135,8 @@ PACKED_OUTPUTS = (
     "total_accepted_draft_tokens",
     "num_steps",
 )
-_INNER_OUTPUTS = ("output_ids", "sequence_length", "text", "handle")  # that the ensemble does not have
+# that the ensemble does not have
+_INNER_OUTPUTS = ("output_ids", "sequence_length", "text", "handle", "top_token_ids", "top_log_probs")
 PUBLIC_OUTPUTS = tuple(tensor for tensor in ENGINE_OUTPUTS if tensor.name not in _INNER_OUTPUTS)
 
 _POSTPROCESSING_INPUTS = (

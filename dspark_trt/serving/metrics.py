@@ -192,7 +192,8 @@ class ServingMetrics:
 
     def ended(self, ticket: Ticket, emission: Emission | None, now: float) -> None:
         """A request has no further answer. What it took is observed where it ran to its end."""
-        self._live.pop(ticket.request_id, None)
+        if self._live.pop(ticket.request_id, None) is not None:  # the last step may have been the last one for long
+            self._gauges["dspark_kv_used_ratio"].set(self._kv_used())
         outcome = _OUTCOMES[ticket.ending[0]] if ticket.ending else (emission and emission.finish_reason) or "error"
         self._outcomes[outcome].increment(1)
         if emission is None or emission.statistics is None:

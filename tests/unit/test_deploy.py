@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import yaml
-from fetch_promtool import fetch
+from fetch_debian_program import fetch
 
 from dspark_trt.serving import metrics
 
@@ -40,7 +40,7 @@ def test_alert_rules_ask_for_metrics_that_exist_and_say_what_to_do() -> None:
 
 
 def test_prometheus_accepts_rules_and_the_expressions_of_the_dashboard(tmp_path: Path) -> None:
-    promtool = fetch(REPOSITORY / "build" / "downloads")
+    promtool = fetch("promtool", REPOSITORY / "build" / "downloads")
     subprocess.run([promtool, "check", "rules", DEPLOY / "prometheus-alerts.yml"], check=True)
     dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

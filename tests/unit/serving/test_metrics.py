@@ -135,11 +135,13 @@ def test_request_is_observed_once_at_its_end_with_the_outcome_that_it_had() -> N
     now = 101.0
     while loop.has_work:
         now += 0.5
-        for emission in loop.step():
+        emissions = loop.step()
+        metrics.after_step(loop, 0, True)  # the worker's order
+        for emission in emissions:
             ticket.note_tokens(len(emission.token_ids), now)
             if emission.finish_reason:
+                assert VALUES["dspark_kv_used_ratio", ""] > 0
                 metrics.ended(ticket, emission, now)
-        metrics.after_step(loop, 0, True)
     assert VALUES["dspark_requests_total", "length"] == 1
     for name in ("request", "time_to_first_token", "time_per_output_token", "longest_gap", "queue"):
         assert VALUES[f"dspark_{name}_seconds", ""] == 1, name
