@@ -72,10 +72,6 @@ class TextCodec:
         The model's own vocabulary may be larger (padding rows)."""
         return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, *, add_special_tokens: bool | None = None) -> list[int]:
         """The ids of a plain prompt, with the special tokens that the tokenizer itself adds (a leading BOS, mostly).
 
