@@ -65,6 +65,7 @@ class Measured:
     accepted_len: float | None
     steps_not_drafting: float | None  # share
     requests_not_drafting: float | None  # share, over steps
+    requests_looking_up: float | None  # share, over steps: with drafts copied from their own text
     price_errors: tuple[float, ...] = ()  # relative, of steps that read no prompt
     prefill_price_errors: tuple[float, ...] = ()
     parts: tuple[Part, ...] = ()  # [num_windows] of the load
@@ -153,6 +154,7 @@ def _measured(window: _Window, mode: str, load: Load, repeat: int) -> Measured:
         accepted_len=1 + sum(record.num_drafts_accepted for record in decoding) / max(num_request_steps, 1),
         steps_not_drafting=sum(not record.num_drafting for record in decoding) / max(len(decoding), 1),
         requests_not_drafting=1 - sum(record.num_drafting for record in decoding) / max(num_request_steps, 1),
+        requests_looking_up=sum(record.num_looking_up for record in decoding) / max(num_request_steps, 1),
         price_errors=_price_errors(record for record in records if not record.num_prefill_tokens),
         prefill_price_errors=_price_errors(record for record in records if record.num_prefill_tokens),
         parts=tuple(_parts(window, load.num_windows)),

@@ -18,6 +18,7 @@ COLUMNS = (
     "verify_len",
     "accepted_len",
     "steps / requests not drafting",
+    "requests copying drafts",
     "price error: median / p90",
     "with prompts",
 )
@@ -96,6 +97,7 @@ def _row(summary: Summary) -> list[str]:
         _number(summary.mean_verify_len, ".2f"),
         _number(summary.accepted_len, ".2f"),
         skipped,
+        _number(summary.requests_looking_up, ".0%"),
         _errors(summary.price_error),
         _errors(summary.prefill_price_error),
     ]

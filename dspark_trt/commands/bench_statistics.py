@@ -56,6 +56,7 @@ class Summary:
     accepted_len: float | None
     steps_not_drafting: float | None
     requests_not_drafting: float | None
+    requests_looking_up: float | None
     price_error: tuple[float, float] | None  # median and p90, relative; steps that read no prompt
     prefill_price_error: tuple[float, float] | None
 
@@ -163,6 +164,7 @@ def _summary(cell: list[Measured], off: list[Measured] | None) -> Summary:
                 "accepted_len",
                 "steps_not_drafting",
                 "requests_not_drafting",
+                "requests_looking_up",
             )
         },
     )

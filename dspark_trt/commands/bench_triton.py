@@ -115,6 +115,7 @@ def _of_mode(
                         accepted_len=found.accepted_len,
                         steps_not_drafting=steps_not_drafting(before, behind),
                         requests_not_drafting=None,
+                        requests_looking_up=None,
                         price_errors=price_errors(before, behind),
                     )
                 )

@@ -34,7 +34,7 @@ from tests.support.toy_engines import LIMITS, ToyDrafter, ToyLanguage, ToyTarget
 LANGUAGE = ToyLanguage(vocab_size=12)
 PROMPTS = tuple(BenchPrompt("ab", (1, 2 + at), "chat") for at in range(3))
 LOAD = Load("mixed", 3, 5, 12, PROMPTS)
-MEASURED = Measured("off", "mixed", 1, 0, 10.0, 10.0, 5.0, 0.0, 1.0, 1.0, 1.0)
+MEASURED = Measured("off", "mixed", 1, 0, 10.0, 10.0, 5.0, 0.0, 1.0, 1.0, 1.0, 0.0)
 
 
 def test_closed_loop_keeps_the_requests_in_flight_and_leaves_the_loop_empty() -> None:
