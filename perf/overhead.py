@@ -86,7 +86,7 @@ def main(folder: Path) -> None:
         measure(deployment, num_requests, setting, mode)
         for mode in ("off", "early_stop", "lagged_budget", "auto")
         for setting in SETTINGS
-        for num_requests in (1, min(16, deployment.recipe.max_slots))
+        for num_requests in (1, min(16, deployment.recipe.max_requests))
     ]
     print(
         f"{'mode':<14} {'setting':<8} {'requests':>8} {'steps':>6} {'step ms':>8} {'outside':>8} {'share':>7} "

@@ -84,4 +84,4 @@ class Context:
         recipe = self.recipe
         spec = target_spec_from_json(json.loads((self.output / "checkpoints" / "target.json").read_text()))
         max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, spec.decoder.max_position_embeddings)
-        return EngineLimits(recipe.max_slots, max_seq_len, recipe.max_batch_tokens)
+        return EngineLimits(recipe.max_requests, max_seq_len, recipe.max_batch_tokens)

@@ -104,7 +104,7 @@ def _evidence(context: Context, vocab_size: int, folder: Path, progress: Progres
         max_seq_len=context.limits.max_seq_len,
         progress=progress,
     )
-    plain_ms = {count: _plain_ms(target, count) for count in (1, 8) if count <= context.limits.max_slots}
+    plain_ms = {count: _plain_ms(target, count) for count in (1, 8) if count <= context.limits.max_requests}
     return evidence_of(recorder, gamma=plain.gamma, vocab_size=vocab_size, plain_ms=plain_ms)
 
 

@@ -14,11 +14,11 @@ _OF_LOOKUPS_ALONE = ("lookup_drafts",)
 
 def check_recipe(recipe: BuildRecipe) -> None:
     """What a recipe says by itself. Raises RecipeError."""
-    if recipe.max_batch_tokens < recipe.max_slots:
+    if recipe.max_batch_tokens < recipe.max_requests:
         raise RecipeError(
-            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not "
+            f"max_batch_tokens {recipe.max_batch_tokens} is below max_requests {recipe.max_requests}: a step could not "
             f"hold one "
-            "token of every request; raise --max-batch-tokens or lower --max-slots"
+            "token of every request; raise --max-batch-tokens or lower --max-requests"
         )
     _check_drafter_options(recipe)
 

@@ -47,7 +47,7 @@ class BuildPlan:
     output: Path
     max_seq_len: int
     weight_bytes: int  # of both models, as the engines hold them
-    kv_bytes: int  # of both, for all slots at full length; taken when the engines are opened
+    kv_bytes: int  # of both, for all rows at full length; taken when the engines are opened
     disk_bytes: int  # of the finished build, at most
     seconds: float  # a guess
 
@@ -63,11 +63,11 @@ class BuildPlan:
             "drafter": f"{recipe.drafter}: {_drafting(drafter)}",
             "backend": f"{recipe.backend}, {recipe.precision}: {self.reason}",
             "limits": (
-                f"{recipe.max_slots} slots, {self.max_seq_len} positions, {recipe.max_batch_tokens} tokens a step"
+                f"{recipe.max_requests} requests, {self.max_seq_len} positions, {recipe.max_batch_tokens} tokens a step"
             ),
             "scheduler": recipe.scheduler,
             "memory": (
-                f"{_gb(self.memory_bytes)}: {_gb(self.weight_bytes)} weights, {_gb(self.kv_bytes)} KV of all slots"
+                f"{_gb(self.memory_bytes)}: {_gb(self.weight_bytes)} weights, {_gb(self.kv_bytes)} KV of all rows"
             ),
             "disk": f"{_gb(self.disk_bytes)} at most, in {self.output}",
             "time": f"about {math.ceil(self.seconds / 60)} min (a guess)",
@@ -104,7 +104,7 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
         drafter = read_drafter_spec(recipe.drafter, recipe.drafter_revision)
     target = read_target_spec(recipe.target, recipe.target_revision)
     max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, target.decoder.max_position_embeddings)
-    limits = EngineLimits(recipe.max_slots, max_seq_len, recipe.max_batch_tokens)
+    limits = EngineLimits(recipe.max_requests, max_seq_len, recipe.max_batch_tokens)
     check_limits(limits, target.decoder, gamma=drafter.gamma, what="target")
     if not isinstance(drafter, NgramSpec):
         check_specs(target, drafter)
@@ -128,7 +128,7 @@ def _sized(
         decoders.append(drafter.decoder)
     weight_bytes = int(sum(map(math.prod, shapes)) * WEIGHT_BYTES[recipe.precision])
     is_on_device = recipe.backend != "onnxruntime"
-    positions = limits.max_slots * (limits.max_seq_len + limits.max_batch_tokens)
+    positions = limits.max_requests * (limits.max_seq_len + limits.max_batch_tokens)
     element = 2 if is_on_device else 4
     kv_bytes = sum(positions * element * _kv_elements(each) for each in decoders)
     # engines hold the weights again, and a tied or shared head once more
@@ -163,8 +163,8 @@ def _check_memory(plan: BuildPlan) -> None:
         raise CapacityError(
             f"memory: the engines need {_gb(plan.memory_bytes)} ({_gb(plan.weight_bytes)} weights, "
             f"{_gb(plan.kv_bytes)} KV of "
-            f"{plan.recipe.max_slots} slots of {plan.max_seq_len} positions), found {_gb(available)}; lower "
-            f"--max-slots or "
+            f"{plan.recipe.max_requests} rows of {plan.max_seq_len} positions), found {_gb(available)}; lower "
+            f"--max-requests or "
             "--max-seq-len, or choose a --precision of fewer bytes"
         )
 

@@ -45,7 +45,7 @@ class BuildRecipe(BaseModel):
     compute_capabilities: Annotated[
         tuple[int, ...], Option(default="the GPU here", flag="--compute-capability", metavar="SM")
     ] = Field(default=(), description="tensorrt_rtx: SM to compile for ahead of time, e.g. 89; several times.")
-    max_slots: int = Field(
+    max_requests: int = Field(
         default=32, ge=1, le=1024, description="Requests decoded at once; KV memory is taken for all of them."
     )
     max_seq_len: Annotated[int | None, Option(default="4096, or the target's limit")] = Field(

@@ -115,6 +115,8 @@ def calibrate(
         return of_lookups(gamma, lookup, effort | {"num_lookups": num_lookups})
     to_fit, held_out = _split(recorder.recording(gamma), prompts)
     provenance = effort | {
+        "num_fit_prompts": len(np.unique(to_fit.groups)),
+        "num_held_out_prompts": len(np.unique(held_out.groups)),
         "num_fit_blocks": _by_regime(to_fit),
         "num_held_out_blocks": _by_regime(held_out),
         "num_reaching": {name: _reaching(to_fit, is_greedy) for name, is_greedy in _REGIMES.items()},

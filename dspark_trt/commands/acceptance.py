@@ -52,7 +52,7 @@ def evaluate_set(
     loop = deployment.make_loop(SchedulerConfig(mode="fixed"))
     gamma = deployment.gamma
     verified, accepted, accepted_lens = [0] * gamma, [0] * gamma, []
-    for _, result in generate_each(loop, prompts, num_ahead=deployment.target.limits.max_slots):
+    for _, result in generate_each(loop, prompts, num_ahead=deployment.target.limits.max_requests):
         if isinstance(result, DSparkError):
             raise result
         accepted_lens += result["accepted_lens"]

@@ -67,7 +67,7 @@ def bench(
         check_report_path(path)
     servers = [Server(url) for url in against or ()]
     deployment = load_deployment(folder)
-    most = deployment.recipe.max_slots
+    most = deployment.recipe.max_requests
     if max(counts) > most:
         raise RecipeError(
             f"--concurrency: expected at most {most} requests, as the build has rows, found {max(counts)}"

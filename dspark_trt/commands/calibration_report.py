@@ -44,22 +44,27 @@ def facts(found: CalibrationFile) -> list[str]:
     if "num_fit_blocks" not in provenance:
         return [f"{found.kind}: written before this version; run `dspark-trt calibrate` for its figures"]
     counts = [
-        f"{sum(provenance[key].values())} {what} ({provenance[key]['greedy']} greedy)"
-        for key, what in (("num_fit_blocks", "blocks to fit"), ("num_held_out_blocks", "held out"))
+        f"{sum(provenance[f'num_{part}_blocks'].values())} blocks {what} "
+        f"({provenance[f'num_{part}_blocks']['greedy']} greedy) of {provenance[f'num_{part}_prompts']} prompts"
+        for part, what in (("fit", "to fit"), ("held_out", "held out"))
     ]
-    lines = [f"{', '.join(counts)}, of {provenance['num_prompts']} prompts"]
+    lines = [", ".join(counts)]
+    unseen = provenance["num_prompts"] - provenance["num_fit_prompts"] - provenance["num_held_out_prompts"]
+    if unseen:
+        lines.append(
+            f"{unseen} of {provenance['num_prompts']} prompts gave none: out of time (raise --seconds), or too long"
+        )
     if found.kind == "neutral":
         needed = f"at least {MIN_BLOCKS} to fit and {MIN_BLOCKS // 4} held out"
         return [*lines, f"neutral: too few blocks, expected {needed}; raise --seconds or give more --prompts"]
     for regime, count in provenance["num_fit_blocks"].items():
         if count < MIN_BLOCKS:
-            other = "sampled" if regime == "greedy" else "greedy"
-            lines.append(f"{regime}: {count} blocks are too few, {MIN_BLOCKS} expected; takes the lines of {other}")
+            lines.append(f"{regime}: {count} blocks are too few, {MIN_BLOCKS} expected; takes the lines of all blocks")
             continue
         few = [str(at) for at, each in enumerate(provenance["num_reaching"][regime], 1) if each < MIN_REACHING]
         if few:
             lines.append(
-                f"{regime}: position {', '.join(few)} stays neutral: fewer than {MIN_REACHING} blocks reach it"
+                f"{regime}: neutral at position {', '.join(few)}, which fewer than {MIN_REACHING} blocks reach"
             )
     return lines
 

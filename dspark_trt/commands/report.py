@@ -138,9 +138,9 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
         **_drafter(recipe["drafter"], drafter),
         "engine": _engine(description),
         "numerics": description["numerics"],
-        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, "
+        "limits": f"{recipe['max_requests']} requests, {recipe['max_seq_len']} positions, "
         f"{recipe['max_batch_tokens']} tokens a step",
-        "calibration": description["calibration"]["kind"],
+        "calibration": _calibration(description["calibration"]),
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
@@ -163,6 +163,15 @@ def _engine(description: dict[str, Any]) -> str:
         f"{name} {output['bytes'] / 1e6:.1f} MB" for name, output in outputs.items() if name.endswith(ENGINE_SUFFIX)
     ]
     return "; ".join([f"{backend}, {description['recipe']['precision']}, for {description['device']}", *files])
+
+
+def _calibration(data: dict[str, Any]) -> str:
+    """Its kind and, where it was measured, the error of the first position."""
+    if not data["after"]:
+        return str(data["kind"])
+    before, after = data["before"][0]["ece"], data["after"][0]["ece"]
+    blocks = f" on {data['num_fit_blocks']} blocks" if data["kind"] == "fitted" else ""
+    return f"{data['kind']}{blocks}; ECE at position 1: {before:.1%} before, {after:.1%} after"
 
 
 def _decoder(spec: dict[str, Any]) -> str:

@@ -64,9 +64,9 @@ def check_memory(build_dir: Path) -> None:
     found, here = footprint(build_dir), memory_bytes()
     if found.kv_bytes + found.weight_bytes > here:
         raise CapacityError(
-            f"{build_dir}: {found.limits.max_slots} slots of {found.limits.max_seq_len} tokens take "
+            f"{build_dir}: {found.limits.max_requests} rows of {found.limits.max_seq_len} tokens take "
             f"{_gigabytes(found.kv_bytes)} of KV memory beside {_gigabytes(found.weight_bytes)} of weights, and this "
-            f"machine has {_gigabytes(here)}; build with a smaller --max-slots or --max-seq-len"
+            f"machine has {_gigabytes(here)}; build with a smaller --max-requests or --max-seq-len"
         )
 
 
@@ -86,12 +86,12 @@ def _rows(build_dir: Path, options: ServeOptions) -> Iterator[tuple[str, str]]:
     yield "scheduler", options.scheduler or scheduler_of(build_dir)
     yield (
         "memory",
-        f"{limits.max_slots} slots of {limits.max_seq_len} tokens: {_gigabytes(found.kv_bytes)} of KV memory at most, "
-        f"{_gigabytes(found.weight_bytes)} of weights",
+        f"{limits.max_requests} rows of {limits.max_seq_len} tokens: {_gigabytes(found.kv_bytes)} of KV memory at "
+        f"most, {_gigabytes(found.weight_bytes)} of weights",
     )
     yield (
         "admission",
-        f"{admission.queue_size(limits.max_slots)} requests may wait, each {admission.max_queue_s:g} s; "
+        f"{admission.queue_size(limits.max_requests)} requests may wait, each {admission.max_queue_s:g} s; "
         f"a request has {admission.default_timeout_s:g} s",
     )
 

@@ -33,10 +33,10 @@ Key = tuple[Literal["step", "draft", "ingest"], int, int, int]  # depth, num_req
 logger = logging.getLogger(__name__)
 
 
-def request_grid(max_slots: int) -> tuple[int, ...]:
+def request_grid(max_requests: int) -> tuple[int, ...]:
     """1, 2, 4, … and the number of slots itself."""
-    powers = [1 << shift for shift in range(max_slots.bit_length()) if 1 << shift <= max_slots]
-    return tuple(sorted({*powers, max_slots}))
+    powers = [1 << shift for shift in range(max_requests.bit_length()) if 1 << shift <= max_requests]
+    return tuple(sorted({*powers, max_requests}))
 
 
 def extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tuple[int, ...]:
@@ -71,11 +71,13 @@ def context_grid(limits: EngineLimits, gamma: int) -> tuple[int, ...]:
     return tuple(sorted({min(SHALLOW_CONTEXT_TOKENS, room), *(min(depth, room) for depth in DEEP_CONTEXT_TOKENS)}))
 
 
-def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: int, max_slots: int) -> TargetBatch:
+def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: int, max_requests: int) -> TargetBatch:
     """The step to time: every request holds `depth` positions;
     token ids are arbitrary, the cost does not depend on them."""
     has_prefill = batch_tokens > num_requests * (gamma + 1)
-    num_decode = num_requests - 1 if has_prefill and num_requests == max_slots else num_requests  # a chunk needs a row
+    num_decode = (
+        num_requests - 1 if has_prefill and num_requests == max_requests else num_requests
+    )  # a chunk needs a row
     in_decode = min(batch_tokens, num_decode * (gamma + 1))
     lengths = np.full(num_decode, in_decode // max(num_decode, 1), dtype=np.int64)
     lengths[: in_decode - int(lengths.sum())] += 1
@@ -143,7 +145,7 @@ def profile(
         num_warm_ups: calls of each kind before those that count.
     """
     limits = target.limits
-    requests, depths = request_grid(limits.max_slots), context_grid(limits, gamma)
+    requests, depths = request_grid(limits.max_requests), context_grid(limits, gamma)
     slots: tuple[int, ...] = ()
     ingested: tuple[int, ...] = ()
     grid = padded_extra_grid if is_padded else extra_grid
@@ -155,7 +157,7 @@ def profile(
     for depth in depths:
         for count in requests:
             for extra in extras[count] if depth == depths[0] else _deep(extras[count], count):
-                batch = verification_batch(count, count + extra, gamma, depth, limits.max_slots)
+                batch = verification_batch(count, count + extra, gamma, depth, limits.max_requests)
                 calls["step", depth, count, extra] = partial(target.forward, batch)
             for num_slots in slots:
                 assert drafter is not None, "it has slots"
@@ -226,9 +228,9 @@ def _block(num_requests: int, num_slots: int, depth: int) -> DraftBatch:
 def _ingest(target: TargetEngine, num_tokens: int, gamma: int, depth: int) -> IngestBatch:
     """Taps are a copy of what the target gives, where it gives it:
     on a device they would otherwise be sent there every time."""
-    max_slots = target.limits.max_slots
-    num_rows = min(num_tokens, max_slots)
-    verified = verification_batch(num_rows, num_tokens, gamma, depth, max_slots)
+    max_requests = target.limits.max_requests
+    num_rows = min(num_tokens, max_requests)
+    verified = verification_batch(num_rows, num_tokens, gamma, depth, max_requests)
     taps = target.forward(verified).taps
     return IngestBatch(
         taps=array_namespace(taps).asarray(taps, copy=True),
