@@ -104,8 +104,9 @@ def _compiled(
     graphs.mkdir()
     engines.mkdir()
     common: dict[str, Any] = {"limits": limits, "precision": "bf16"}
-    gamma, taps = drafter.spec.gamma, drafter.spec.target_layer_ids
-    write_target_graph(target, graphs, taps=taps, gamma=gamma, attention="standard", **common)
+    spec = drafter.spec
+    taps: dict[str, Any] = {"taps": spec.target_layer_ids, "norm_last_tap": spec.is_last_tap_normed}
+    write_target_graph(target, graphs, **taps, gamma=spec.gamma, attention="standard", **common)
     write_drafter_graphs(target, drafter, graphs, attention="standard", **common)
     write_select_graph(drafter.spec, graphs, **common)
     compile_graphs(graphs, engines, CompileSettings(backend))

@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -39,15 +40,15 @@ def write_drafter(context: Context, drafter: DrafterCheckpoint, folder: Path, pr
     if context.is_on_device or context.precision != "fp32":
         form = DrafterForm(markov_top_n=recipe.markov_top_n or 0)
         _write(context, drafter, folder, form)
-        _write_report(folder, form, [], drafter.spec.decoder.vocab_size)
+        _write_report(folder, form, [], drafter.spec.num_draft_ids)
         return
-    vocab_size = drafter.spec.decoder.vocab_size
-    forms = candidates(asked, _no_evidence(vocab_size), vocab_size)
+    vocab_size = drafter.spec.num_draft_ids
+    forms = candidates(asked, _no_evidence(drafter), vocab_size)
     found: list[dict[str, object]] = []
     form = forms[0]
     if len(forms) > 1:
         _write(context, drafter, folder, DrafterForm())
-        evidence = _evidence(context, vocab_size, folder, lambda fraction: progress(0.5 * fraction))
+        evidence = _evidence(context, drafter, folder, lambda fraction: progress(0.5 * fraction))
         form, found = choose(
             candidates(asked, evidence, vocab_size),
             evidence,
@@ -86,7 +87,7 @@ def _open_candidate(
     return OnnxRuntimeDraftEngine(scratch, OnnxRuntimeSettings(num_threads=context.recipe.num_threads))
 
 
-def _evidence(context: Context, vocab_size: int, folder: Path, progress: Progress) -> Evidence:
+def _evidence(context: Context, drafter: DrafterCheckpoint, folder: Path, progress: Progress) -> Evidence:
     """Decode packaged prompts with the plain drafter, and time plain steps."""
     from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeSettings, open_engines
 
@@ -105,7 +106,11 @@ def _evidence(context: Context, vocab_size: int, folder: Path, progress: Progres
         progress=progress,
     )
     plain_ms = {count: _plain_ms(target, count) for count in (1, 8) if count <= context.limits.max_requests}
-    return evidence_of(recorder, gamma=plain.gamma, vocab_size=vocab_size, plain_ms=plain_ms)
+    vocab_size = drafter.spec.decoder.vocab_size
+    evidence = evidence_of(recorder, gamma=plain.gamma, vocab_size=vocab_size, plain_ms=plain_ms)
+    if drafter.draft_ids is None:
+        return evidence
+    return replace(evidence, ranked_ids=evidence.ranked_ids[np.isin(evidence.ranked_ids, drafter.draft_ids)])
 
 
 def _plain_ms(target: TargetEngine, num_requests: int) -> float:
@@ -121,9 +126,11 @@ def _plain_ms(target: TargetEngine, num_requests: int) -> float:
     return statistics.median(times[1:])
 
 
-def _no_evidence(vocab_size: int) -> Evidence:
+def _no_evidence(drafter: DrafterCheckpoint) -> Evidence:
     """Ids in their own order."""
-    return Evidence(np.arange(vocab_size, dtype=np.int64), np.empty(0, np.int64), 0.0, {})
+    own_ids = drafter.draft_ids
+    ranked = np.arange(drafter.spec.decoder.vocab_size, dtype=np.int64) if own_ids is None else own_ids
+    return Evidence(ranked, np.empty(0, np.int64), 0.0, {})
 
 
 def _drafter_files(folder: Path) -> list[Path]:

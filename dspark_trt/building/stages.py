@@ -52,11 +52,12 @@ def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
     limits, is_on_device = context.limits, context.is_on_device
     if drafter is not None:  # what does not fit it is said before the target's weights are written
         check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
-        check_top_n(drafter.spec.decoder.vocab_size, context.recipe.markov_top_n or 0)
+        check_top_n(drafter.spec.num_draft_ids, context.recipe.markov_top_n or 0)
     write_target_graph(
         target,
         folder,
         taps=context.draft_source.target_layer_ids,
+        norm_last_tap=drafter is not None and drafter.spec.is_last_tap_normed,
         limits=limits,
         gamma=context.draft_source.gamma,
         precision=precision,

@@ -189,7 +189,7 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
 def architectures_of(values: dict[str, Any]) -> list[str]:
     """`architectures` as a list, also where a hand-written configuration has one name in the place of a list."""
     found = values.get("architectures") or []
-    return [found] if isinstance(found, str) else [str(each) for each in found]
+    return [str(each) for each in (found if isinstance(found, list) else [found])]
 
 
 def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSpec:

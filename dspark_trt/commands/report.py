@@ -198,7 +198,14 @@ def _head(drafter: dict[str, Any]) -> str:
         if drafter["markov_rank"]
         else "no Markov head"
     )
-    return markov + (", confidence head" if drafter["has_confidence_head"] else ", no confidence head")
+    parts = [markov, "confidence head" if drafter["has_confidence_head"] else "no confidence head"]
+    if drafter.get("is_mask_first"):
+        parts.append("mask first")
+    if limited := [each for each in drafter.get("block_attention", ()) if each["is_causal"] or each["window"]]:
+        parts.append(f"{len(limited)} of {len(drafter['block_attention'])} layers causal or with a window")
+    if ids := drafter.get("draft_vocab_size"):
+        parts.append(f"a head for {ids} ids")
+    return ", ".join(parts)
 
 
 def _step_table(data: dict[str, Any]) -> Table:

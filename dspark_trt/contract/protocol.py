@@ -53,7 +53,7 @@ class TargetOutput:
     """Valid until the next call of the engine (buffers may be reused)."""
 
     logits: Array  # [L, V] float32, raw
-    taps: Array  # [T, M*D] in the engine's element type, raw outputs of the tap layers in the order of target_layer_ids
+    taps: Array  # [T, M*D] in the engine's element type, outputs of the tap layers in the order of target_layer_ids
 
 
 @dataclass(frozen=True, slots=True)

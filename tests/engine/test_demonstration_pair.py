@@ -41,6 +41,7 @@ def engines(
         target,
         folder,
         taps=drafter.spec.target_layer_ids,
+        norm_last_tap=drafter.spec.is_last_tap_normed,
         limits=LIMITS,
         gamma=drafter.spec.gamma,
         precision="fp32",

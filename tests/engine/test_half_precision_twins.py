@@ -76,6 +76,7 @@ def write_graphs(
         target,
         folder,
         taps=drafters.TAPS,
+        norm_last_tap=drafter.spec.is_last_tap_normed,
         limits=limits,
         gamma=drafter.spec.gamma,
         precision=precision,

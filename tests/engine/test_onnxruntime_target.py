@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from dspark_trt.contract.dims import Attention
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.errors import CapacityError
@@ -57,6 +60,27 @@ def test_logits_and_taps_equal_transformers_over_ragged_steps_with_rejections(ca
         np.testing.assert_allclose(output.logits, logits, atol=TOLERANCE, rtol=0)
         np.testing.assert_allclose(output.taps, tap_values, atol=TOLERANCE, rtol=0)
         rows.commit(step, rows.random_acceptance(step))
+
+
+@pytest.mark.parametrize("attention", ["gqa", "standard"])
+def test_the_last_tap_behind_the_norm_is_what_hidden_states_of_transformers_hold(
+    attention: Attention, tmp_path: Path
+) -> None:
+    folder = write_target(tmp_path / "target", family="qwen3")
+    options: dict[str, Any] = {"taps": (-1, 1, 3), "limits": LIMITS, "attention": attention}
+    engine = open_target(folder, tmp_path / "normed", norm_last_tap=True, **options)
+    raw = open_target(folder, tmp_path / "raw", **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    step = Conversations(num_rows=1, vocab_size=97).step([0], [12], num_decode=0)
+    with torch.no_grad():
+        states = model(torch.from_numpy(step.batch.token_ids)[None], output_hidden_states=True).hidden_states
+    expected = np.concatenate([states[layer + 1][0].numpy() for layer in (-1, 1, 3)], axis=1)
+    output = engine.forward(step.batch)
+    np.testing.assert_allclose(output.taps, expected, atol=TOLERANCE, rtol=0)
+    logits = output.logits.copy()
+    unnormed = raw.forward(step.batch)
+    np.testing.assert_array_equal(unnormed.logits, logits)
+    assert np.abs(unnormed.taps[:, -32:] - expected[:, -32:]).max() > 0.1
 
 
 @pytest.fixture(scope="module")

@@ -79,8 +79,11 @@ class Pair(NamedTuple):
         return ReferenceWeights(checkpoint.weights, "cpu", getattr(torch, self.element_type))
 
     def target_session(self) -> TorchTargetSession:
-        taps = self.drafter.spec.target_layer_ids
-        return TorchTargetSession(self.target.spec, self.weights(self.target), self.target_dims(), taps)
+        spec, weights = self.drafter.spec, self.weights(self.target)
+        norm = spec.is_last_tap_normed
+        return TorchTargetSession(
+            self.target.spec, weights, self.target_dims(), spec.target_layer_ids, norm_last_tap=norm
+        )
 
     def ingest_session(self) -> TorchIngestSession:
         return TorchIngestSession(self.drafter.spec, self.weights(self.drafter), self.drafter_dims())

@@ -161,7 +161,7 @@ class DeviceDraftEngine:
 
     def enqueue(self, call: DraftCall) -> DraftOutput:
         """Enqueue a call whose inputs are on their way."""
-        self.cache.prepare(call.rows, call.past_lengths, self.gamma)
+        self.cache.prepare(call.rows, call.past_lengths, self.dims.block_length)
         self._draft_calls(call.shape, lambda: self._draft_tensors(call))
         small, count = self.fetched.tensors, len(call.rows)
         confidence_logits = small[bindings.CONFIDENCE_LOGITS][:count]

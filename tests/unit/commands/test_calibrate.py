@@ -180,7 +180,7 @@ def test_drafter_without_a_confidence_head_is_calibrated_on_its_margin(prompts: 
     target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     dflash = write_drafter(tmp_path / "drafter", target, markov_rank=0, confidence=False)
     form: dict[str, Any] = {"draft_vocab": "all", "drafter_precision": "fp32", "markov_top_n": 0}  # nothing to choose
-    limits = {"max_slots": 4, "max_seq_len": 64, "max_batch_tokens": 64}
+    limits = {"max_requests": 4, "max_seq_len": 64, "max_batch_tokens": 64}
     build(BuildRecipe(target=str(target), drafter=str(dflash), **form, **limits), tmp_path / "out")
     printed = calibrate(tmp_path / "out", *prompts).stdout
     found = load_calibration(tmp_path / "out" / CALIBRATION)

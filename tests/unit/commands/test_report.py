@@ -57,6 +57,16 @@ def shown(described: dict[str, Any], width: int) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
+def test_a_block_that_is_not_plain_is_described() -> None:
+    drafter = description()["drafter"] | {
+        "is_mask_first": True,
+        "block_attention": [{"is_causal": False, "window": None}, {"is_causal": True, "window": 8}],
+        "draft_vocab_size": 14,
+    }
+    text = " ".join(shown(description(drafter=drafter), 200).split())
+    assert "mask first, 1 of 2 layers causal or with a window, a head for 14 ids" in text
+
+
 def test_narrow_terminal_loses_no_digit_of_the_step_table() -> None:
     extra_tokens = [0, *(2**index for index in range(9))]
     milliseconds = [1234.5 + tokens for tokens in extra_tokens]

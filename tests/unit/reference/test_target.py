@@ -44,7 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def open_engine(folder: Path, taps: tuple[int, ...] = ()) -> ReferenceTargetEngine:
     checkpoint = read_target(str(folder))
-    return ReferenceTargetEngine(checkpoint.spec, ReferenceWeights(checkpoint.weights, "cpu"), taps=taps, limits=LIMITS)
+    weights = ReferenceWeights(checkpoint.weights, "cpu")
+    return ReferenceTargetEngine(checkpoint.spec, weights, taps=taps, norm_last_tap=False, limits=LIMITS)
 
 
 def forward(engine: ReferenceTargetEngine, *segments: tuple[int, int, list[int]]) -> TargetOutput:
