@@ -127,7 +127,7 @@ def median_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> fl
 def step_rows(engines: DeviceEngines, requests: tuple[int, ...]) -> list[dict[str, float]]:
     """For each number of requests: a plain step, full verification, a draft block,
     and both ways to half of the drafts."""
-    gamma, most = engines.drafter.gamma, engines.target.limits.max_slots
+    gamma, most = engines.drafter.gamma, engines.target.limits.max_requests
     rows = []
     for count in requests:
         plain = verification_batch(count, count, gamma, DEPTH, most)
@@ -175,7 +175,7 @@ def capacity_rows(backend: str, size: str, limits: EngineLimits, device: str, co
     rows, pair = [], make_pair(size, layers=4)
     for max_seq_len in CAPACITIES:
         with open_pair(backend, pair, replace(limits, max_seq_len=max_seq_len), device) as engines:
-            batch = verification_batch(count, count, engines.drafter.gamma, DEPTH, limits.max_slots)
+            batch = verification_batch(count, count, engines.drafter.gamma, DEPTH, limits.max_requests)
 
             def step(engines: DeviceEngines = engines, batch: TargetBatch = batch) -> object:
                 return engines.target.forward(batch)

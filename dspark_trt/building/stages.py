@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.building.calibration_stage import calibration_inputs, calibration_settings, make_calibration
+from dspark_trt.building.checkpoints_stage import checkpoint_inputs, checkpoint_settings, make_checkpoints
 from dspark_trt.building.context import Context
 from dspark_trt.building.drafter_graphs import write_drafter
 from dspark_trt.building.host_time import with_host_time
 from dspark_trt.building.interrupts import deferred_interrupt
 from dspark_trt.building.loops import UnpricedLoops
-from dspark_trt.checkpoints.layout import check_finite
-from dspark_trt.checkpoints.locate import locate, source_files
-from dspark_trt.checkpoints.spec_json import spec_to_json
-from dspark_trt.checkpoints.tokenizer import write_tokenizer
+from dspark_trt.checkpoints.spec_json import read_draft_source
 from dspark_trt.engines.open import open_engines
 from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
@@ -35,8 +33,6 @@ from dspark_trt.text import TextCodec
 
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
 NUM_WARM_UPS_ON_A_DEVICE = 3
-# DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
-DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,50 +47,26 @@ class Stage:
     inputs: Callable[[Context], list[Path]] = lambda context: []
 
 
-def _write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def _checkpoint_inputs(context: Context) -> list[Path]:
-    recipe = context.recipe
-    target = source_files(locate(recipe.target, recipe.target_revision))
-    return [*target, *source_files(locate(recipe.drafter, recipe.drafter_revision))]
-
-
-def _make_checkpoints(context: Context, folder: Path, progress: Progress) -> None:
-    recipe = context.recipe
-    _write_json(folder / "target.json", spec_to_json(context.target.spec))
-    _write_json(folder / "drafter.json", spec_to_json(context.drafter.spec))
-    progress(0.3)
-    check_finite(context.target.weights, recipe.target)
-    check_finite(context.drafter.weights, recipe.drafter)
-    progress(0.7)
-    write_tokenizer(
-        recipe.target,
-        folder / "tokenizer",
-        revision=recipe.target_revision,
-        chat_template_kwargs=DEFAULT_TEMPLATE_KWARGS.get(context.target.spec.family, {}) | recipe.chat_template_kwargs,
-    )
-
-
 def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
     target, drafter, precision = context.target, context.drafter, context.precision
     limits, is_on_device = context.limits, context.is_on_device
-    # what does not fit the drafter is said before the target's weights are written
-    check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
-    check_top_n(drafter.spec.num_draft_ids, context.recipe.markov_top_n or 0)
+    if drafter is not None:  # what does not fit it is said before the target's weights are written
+        check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
+        check_top_n(drafter.spec.num_draft_ids, context.recipe.markov_top_n or 0)
     write_target_graph(
         target,
         folder,
-        taps=drafter.spec.target_layer_ids,
-        norm_last_tap=drafter.spec.is_last_tap_normed,
+        taps=context.draft_source.target_layer_ids,
+        norm_last_tap=drafter is not None and drafter.spec.is_last_tap_normed,
         limits=limits,
-        gamma=drafter.spec.gamma,
+        gamma=context.draft_source.gamma,
         precision=precision,
         attention="standard" if is_on_device else "gqa",
     )
+    if drafter is None:
+        return
     progress(0.3)
-    write_drafter(context, folder, lambda fraction: progress(0.3 + 0.7 * fraction))
+    write_drafter(context, drafter, folder, lambda fraction: progress(0.3 + 0.7 * fraction))
     if is_on_device:
         write_select_graph(drafter.spec, folder, limits=limits, precision=precision)
 
@@ -117,7 +89,7 @@ def _make_engines(context: Context, folder: Path, progress: Progress) -> None:
                 progress(fraction)
 
             compile_graphs(context.output / "graphs", folder, compile_settings, progress=report)
-    _write_json(folder / ENGINE_FILE, settings.model_dump())
+    (folder / ENGINE_FILE).write_text(json.dumps(settings.model_dump(), indent=1) + "\n")
 
 
 def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
@@ -126,6 +98,7 @@ def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
     table = profile(
         engines.target,
         engines.drafter,
+        gamma=read_draft_source(context.output).gamma,
         provenance=measured_with(context) | {"precision": context.precision},
         progress=progress,
         synchronize=engines.synchronize,
@@ -187,9 +160,9 @@ STAGES = (
         name="checkpoints",
         predecessors=(),
         packages=lambda context: ("dspark_trt.checkpoints",),
-        settings=lambda context: {"chat_template_kwargs": context.recipe.chat_template_kwargs},
-        make=_make_checkpoints,
-        inputs=_checkpoint_inputs,
+        settings=checkpoint_settings,
+        make=make_checkpoints,
+        inputs=checkpoint_inputs,
     ),
     Stage(
         name="graphs",
@@ -198,7 +171,11 @@ STAGES = (
         # the drafter's form is chosen by code of this room
         packages=lambda context: (
             *("dspark_trt.graphs", "dspark_trt.contract", "dspark_trt_plugins"),
-            *(() if context.is_on_device else ("dspark_trt.building.drafter_*",)),
+            *(
+                ()
+                if context.is_on_device or not context.recipe.has_drafter_model
+                else ("dspark_trt.building.drafter_*",)
+            ),
         ),
         settings=lambda context: {
             "precision": context.precision,

@@ -150,6 +150,25 @@ class DrafterSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NgramSpec:
+    """No checkpoint: drafts are copied from each request's own text (prompt lookup, n-gram drafts)."""
+
+    gamma: int  # drafts copied at most
+    kind: Literal["ngram"] = "ngram"
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def num_taps(self) -> int:
+        return 0
+
+
+DraftSource = DrafterSpec | NgramSpec  # what drafts: the content of checkpoints/drafter.json
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Where a tensor lies. `file` and `offset` are set when its bytes stand contiguously in a file on disk."""
 

@@ -50,9 +50,9 @@ def evaluate_set(
     if not prompts:
         raise RecipeError(f"{name}: no prompt fits beside {max_tokens} tokens; lower --max-tokens")
     loop = deployment.make_loop(SchedulerConfig(mode="fixed"))
-    gamma = deployment.drafter.gamma
+    gamma = deployment.gamma
     verified, accepted, accepted_lens = [0] * gamma, [0] * gamma, []
-    for _, result in generate_each(loop, prompts, num_ahead=deployment.target.limits.max_slots):
+    for _, result in generate_each(loop, prompts, num_ahead=deployment.target.limits.max_requests):
         if isinstance(result, DSparkError):
             raise result
         accepted_lens += result["accepted_lens"]

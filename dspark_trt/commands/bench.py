@@ -67,14 +67,14 @@ def bench(
         check_report_path(path)
     servers = [Server(url) for url in against or ()]
     deployment = load_deployment(folder)
-    most = deployment.recipe.max_slots
+    most = deployment.recipe.max_requests
     if max(counts) > most:
         raise RecipeError(
             f"--concurrency: expected at most {most} requests, as the build has rows, found {max(counts)}"
         )
     texts = bench_prompts(deployment, prompts)
     plan = Plan(
-        modes=asked or default_modes(deployment.drafter.gamma, is_short=quick),
+        modes=asked or default_modes(deployment.gamma, is_short=quick),
         concurrencies=counts,
         kinds=tuple(kinds.split(",")) if kinds else (MIXED, *sorted({prompt.kind for prompt in texts})),
         repeats=repeats or (3 if quick else 5),

@@ -95,7 +95,7 @@ def generate_lines(
     prompts = (_prompt(deployment, line, given, is_chat=is_chat) for _, line in work.lines)
     num_kept, num_failed, num_done = len(work.kept), 0, 0
     with _open_results(results_file, work.kept) as results:
-        num_ahead = 2 * deployment.recipe.max_slots  # the next prompt waits when a place becomes free
+        num_ahead = 2 * deployment.recipe.max_requests  # the next prompt waits when a place becomes free
         for index, result in generate_each(deployment.make_loop(scheduler), prompts, num_ahead=num_ahead):
             number = work.lines[index][0]
             if isinstance(result, DSparkError):

@@ -135,13 +135,12 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
     recipe, target, drafter = description["recipe"], description["target"], description["drafter"]
     facts = {
         "target": f"{recipe['target']} ({_decoder(target)})",
-        "drafter": f"{recipe['drafter']} ({_decoder(drafter)})",
-        "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {list(drafter['target_layer_ids'])}",
+        **_drafter(recipe["drafter"], drafter),
         "engine": _engine(description),
         "numerics": description["numerics"],
-        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, "
+        "limits": f"{recipe['max_requests']} requests, {recipe['max_seq_len']} positions, "
         f"{recipe['max_batch_tokens']} tokens a step",
-        "calibration": description["calibration"]["kind"],
+        "calibration": _calibration(description["calibration"]),
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
@@ -166,9 +165,31 @@ def _engine(description: dict[str, Any]) -> str:
     return "; ".join([f"{backend}, {description['recipe']['precision']}, for {description['device']}", *files])
 
 
+def _calibration(data: dict[str, Any]) -> str:
+    """Its kind and, where it was measured, the error of the first position."""
+    if not data["after"]:
+        return str(data["kind"])
+    before, after = data["before"][0]["ece"], data["after"][0]["ece"]
+    blocks = f" on {data['num_fit_blocks']} blocks" if data["kind"] == "fitted" else ""
+    return f"{data['kind']}{blocks}; ECE at position 1: {before:.1%} before, {after:.1%} after"
+
+
 def _decoder(spec: dict[str, Any]) -> str:
     decoder = spec["decoder"]
     return f"{decoder['num_layers']} layers, hidden {decoder['hidden_size']}, vocabulary {decoder['vocab_size']}"
+
+
+def _drafter(source: str, drafter: dict[str, Any]) -> dict[str, str]:
+    if drafter.get("kind") == "ngram":
+        return {
+            "drafter": f"{source} (no model)",
+            "drafting": f"up to {drafter['gamma']} drafts copied from each request's own text",
+        }
+    taps = list(drafter["target_layer_ids"])
+    return {
+        "drafter": f"{source} ({_decoder(drafter)})",
+        "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {taps}",
+    }
 
 
 def _head(drafter: dict[str, Any]) -> str:

@@ -41,9 +41,9 @@ def serve(
     scheduler: SchedulerText = None,
     max_queued: Annotated[
         int | None,
-        typer.Option(help="Requests that may wait for a slot; more are refused  [default: 16 for each slot]"),
+        typer.Option(help="Requests that may wait for a row; more are refused  [default: 16 for each row]"),
     ] = None,
-    max_queue_time: Annotated[float, typer.Option(help="Seconds that a request may wait for a slot.")] = 300.0,
+    max_queue_time: Annotated[float, typer.Option(help="Seconds that a request may wait for a row.")] = 300.0,
     request_timeout: Annotated[
         float, typer.Option(help="Seconds from a request's arrival to its last token, unless it has a timeout_ms.")
     ] = 3600.0,

@@ -124,7 +124,7 @@ def drafter_dims(
 def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int, attention: Attention) -> CacheDims:
     if attention == "standard":
         capacity = -(-capacity // TILE_POSITIONS) * TILE_POSITIONS
-    return CacheDims(spec.num_layers, limits.max_slots, spec.num_kv_heads, capacity, spec.head_dim)
+    return CacheDims(spec.num_layers, limits.max_requests, spec.num_kv_heads, capacity, spec.head_dim)
 
 
 def to_metadata(dims: TargetDims | DrafterDims) -> dict[str, str]:

@@ -63,7 +63,7 @@ class StandardCausalAttention:
             attended = rows.attend(layer, query, key, value, attend)  # [B, S, N * H]
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
         slots = builder.op("Concat", *outputs, axis=0)
-        return builder.op("Gather", slots, bindings.OUTPUT_SLOTS, axis=0)
+        return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
 
 
 class StandardBlockAttention:

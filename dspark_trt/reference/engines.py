@@ -75,7 +75,7 @@ class _Engine:
         self.limits = limits
         self._decoder = decoder
         self._device = decoder.weights.device
-        self._cache = ReferenceCache(decoder.spec, limits.max_slots, limits.max_seq_len, self._device)
+        self._cache = ReferenceCache(decoder.spec, limits.max_requests, limits.max_seq_len, self._device)
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._cache.move_row(source, destination, num_positions)
@@ -95,11 +95,11 @@ class _Engine:
             for row, start, length, end in zip(rows, past, lengths, ends, strict=True)
         ]
         for segment in segments:
-            if segment.length > self.limits.max_seq_len or not 0 <= segment.row < self.limits.max_slots:
+            if segment.length > self.limits.max_seq_len or not 0 <= segment.row < self.limits.max_requests:
                 raise CapacityError(
-                    f"reference engine: expected rows below {self.limits.max_slots} of at most "
+                    f"reference engine: expected rows below {self.limits.max_requests} of at most "
                     f"{self.limits.max_seq_len} positions, found row {segment.row} with {segment.length}; raise "
-                    "max_slots or max_seq_len"
+                    "max_requests or max_seq_len"
                 )
         return segments
 

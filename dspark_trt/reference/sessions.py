@@ -97,7 +97,7 @@ class TorchTargetSession(TorchSession):
                 group.write(key_cache, keys)
                 group.write(value_cache, values)
                 padded.append(group.attend(queries, key_cache, value_cache, masks[name]))
-            return torch.cat(padded)[tensors[bindings.OUTPUT_SLOTS]]
+            return torch.cat(padded)[tensors[bindings.PADDED_INDICES]]
 
         x = self._embedding[tensors[bindings.TOKEN_IDS]]
         raw = {-1: x}

@@ -131,7 +131,7 @@ class DraftPolicy:
         order = np.argsort(-promise, kind="stable")
         order = order[(step.caps > 0)[order] & (lookup_survival.sum(axis=1) <= promise)[order]]
         context = step.context_tokens
-        steps_ms = self._prices.plain(num_requests, context, 0, num_requests * gamma)
+        steps_ms = self._prices.with_drafts(num_requests, context, 0, num_requests * gamma)
         without_drafter = np.append(num_requests, num_requests + np.cumsum(-np.sort(-lookup_survival, axis=None)))
         without_drafter = without_drafter[: len(steps_ms)]
         plain = float((without_drafter / steps_ms[: len(without_drafter)]).max())
@@ -180,7 +180,7 @@ class DraftPolicy:
         self._seen_at[step.rows[is_new]] = 0  # before all that have been seen
         few = min(each for each in self._slot_counts if each >= min(NUM_EXPLORED_SLOTS, self._slot_counts[-1]))
         num_slots = choice.num_slots or few
-        steps_ms = self._prices.plain(len(step.rows), step.context_tokens, 0, num_slots)
+        steps_ms = self._prices.with_drafts(len(step.rows), step.context_tokens, 0, num_slots)
         plain_ms = float(steps_ms[0])
         first_looks = FIRST_LOOK_SHARE * int(is_new.sum()) / len(step.rows)
         self._credit_ms += (EXPLORATION_SHARE * STEPS_BETWEEN_LOOKS + first_looks) * plain_ms

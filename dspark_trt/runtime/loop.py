@@ -27,9 +27,9 @@ from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.request import GenerationRequest, validate
+from dspark_trt.runtime.rows import Rows
 from dspark_trt.runtime.sampling import is_greedy
 from dspark_trt.runtime.scheduling import Scheduling
-from dspark_trt.runtime.slots import Slots
 from dspark_trt.runtime.state import Phase, RequestState, new_state
 from dspark_trt.runtime.step_plan import StepPlan, draft_cap, max_prefill_tokens, plan_step
 from dspark_trt.runtime.text_stream import Decode
@@ -85,14 +85,14 @@ class DecodingLoop:
         self._decode = decode
         self._max_stretch = max_stretch
         self._on_verified = on_verified
-        self._slots: Slots[RequestState] = Slots(limits.max_slots)
+        self._rows: Rows[RequestState] = Rows(limits.max_requests)
         self._scheduling: Scheduling | None = None
         if self._max_verify_len:
             self._scheduling = Scheduling(
                 scheduler,
                 calibration=calibration,
                 table=step_table,
-                num_rows=limits.max_slots,
+                num_rows=limits.max_requests,
                 selects_on_device=step_engine is not None,
                 lookup=lookup,
                 has_drafter=drafter is not None,
@@ -123,7 +123,7 @@ class DecodingLoop:
     @property
     def num_running(self) -> int:
         """Requests that have a KV row."""
-        return len(self._slots.occupants)
+        return len(self._rows.occupants)
 
     @property
     def num_queued(self) -> int:
@@ -164,7 +164,7 @@ class DecodingLoop:
         self._plan = None
         self._drop_cancelled()
         self._admit()
-        if self._slots.occupants:
+        if self._rows.occupants:
             try:
                 self._step()
             except EngineCallFailed as failure:
@@ -197,8 +197,8 @@ class DecodingLoop:
 
     def check_integrity(self) -> None:
         """Assert what holds between two steps: rows, lengths and requests agree."""
-        self._slots.check_integrity()
-        self._engines.check_integrity(self._slots.occupants)
+        self._rows.check_integrity()
+        self._engines.check_integrity(self._rows.occupants)
         assert len(self._states) == self.num_running + self.num_queued, "a request is neither running nor queued"
 
     def _drop_cancelled(self) -> None:
@@ -213,20 +213,20 @@ class DecodingLoop:
 
     def _admit(self) -> None:
         """Give the free rows to the requests that wait longest."""
-        while self._queue and self._slots.num_free:
+        while self._queue and self._rows.num_free:
             state = self._queue.popleft()
-            for other in self._slots.occupants:
+            for other in self._rows.occupants:
                 if other.key == state.key:
                     state.share_key()
                     other.share_key()
-            self._slots.occupy(state)
+            self._rows.occupy(state)
 
     def _make_plan(self) -> StepPlan:
         """What this step may do at most, from the past alone."""
-        decode = [state for state in self._slots.occupants if state.phase is Phase.DECODE]
-        prompts = [state for state in self._slots.occupants if state.phase is Phase.PREFILL]
+        decode = [state for state in self._rows.occupants if state.phase is Phase.DECODE]
+        prompts = [state for state in self._rows.occupants if state.phase is Phase.PREFILL]
         caps = np.array([draft_cap(state, self._max_verify_len) for state in decode], dtype=np.int64)
-        context_tokens = float(self._engines.target_cache.committed[: len(self._slots.occupants)].mean())
+        context_tokens = float(self._engines.target_cache.committed[: len(self._rows.occupants)].mean())
         prefill_room = max_prefill_tokens(
             self._prices,
             len(decode),
@@ -305,9 +305,9 @@ class DecodingLoop:
 
     def _vacate(self) -> None:
         """Free the rows of finished requests, the highest first: then no finished row is ever moved."""
-        while finished := [state for state in self._slots.occupants if state.phase is Phase.FINISHED]:
+        while finished := [state for state in self._rows.occupants if state.phase is Phase.FINISHED]:
             self._engines.release(finished[-1])
-            move = self._slots.release(finished[-1])
+            move = self._rows.release(finished[-1])
             if move is None:
                 continue
             try:

@@ -32,7 +32,7 @@ def is_ready(http_url: str) -> bool:
 
 
 def probe(http_url: str, *, timeout_s: float) -> None:
-    """One request through all models, answered by the thread that decodes, between two steps and without a slot.
+    """One request through all models, answered by the thread that decodes, between two steps and without a row.
 
     Raises OSError when it is not answered.
     """

@@ -55,14 +55,14 @@ class EngineModel:
         engine_limits = self._deployment.target.limits
         self._worker = Worker(
             lambda: self._deployment.make_loop(config),
-            max_slots=engine_limits.max_slots,
+            max_requests=engine_limits.max_requests,
             limits=limits,
             observer=ServingMetrics(
                 metric_family,
                 model_name,
-                max_slots=engine_limits.max_slots,
+                max_requests=engine_limits.max_requests,
                 max_seq_len=engine_limits.max_seq_len,
-                gamma=self._deployment.drafter.gamma if self._deployment.drafter else 0,
+                gamma=self._deployment.gamma,
                 table_made_at=datetime.fromisoformat(read_manifest(build_dir / "steptable").created),
             ),
         )

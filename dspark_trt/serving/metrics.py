@@ -72,7 +72,7 @@ _HISTOGRAMS = {
     "dspark_step_seconds": ("Time of a step of the decoding loop", _STEP_S),
     "dspark_batch_tokens": ("Packed tokens of a step: prompts, anchors and drafts", _TOKENS),
     "dspark_verify_len": ("Mean number of drafts verified for a request in a step", _LENGTHS),
-    "dspark_queue_seconds": ("Time from arrival to a slot", _LATENCY_S),
+    "dspark_queue_seconds": ("Time from arrival to a row", _LATENCY_S),
     "dspark_time_to_first_token_seconds": ("Time from arrival to the first token", _LATENCY_S),
     "dspark_time_per_output_token_seconds": ("Mean time between two tokens of a request", _LATENCY_S),
     "dspark_longest_gap_seconds": ("Longest time between two responses of a request", _LATENCY_S),
@@ -82,9 +82,9 @@ _HISTOGRAMS = {
     "dspark_accepted_len": ("Mean tokens that a verification step gave to a request", _LENGTHS),
 }
 _GAUGES = {
-    "dspark_requests_running": "Requests that have a slot",
-    "dspark_requests_waiting": "Requests that wait for a slot",
-    "dspark_slots": "Requests that can be decoded at once",
+    "dspark_requests_running": "Requests that have a row",
+    "dspark_requests_waiting": "Requests that wait for a row",
+    "dspark_max_requests": "Requests that can be decoded at once",
     "dspark_kv_used_ratio": "Share of the KV positions that hold tokens",
     "dspark_step_table_age_seconds": "Age of the measurement that the scheduler prices steps with",
 }
@@ -98,7 +98,7 @@ class ServingMetrics:
         metric_family: Any,
         model_name: str,
         *,
-        max_slots: int,
+        max_requests: int,
         max_seq_len: int,
         gamma: int,
         table_made_at: datetime | None = None,
@@ -151,8 +151,8 @@ class ServingMetrics:
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         self._gauges = {name: metric(name, text, metric_family.GAUGE, {}) for name, text in _GAUGES.items()}
-        self._gauges["dspark_slots"].set(max_slots)
-        self._num_positions = max_slots * max_seq_len
+        self._gauges["dspark_max_requests"].set(max_requests)
+        self._num_positions = max_requests * max_seq_len
         self._table_made_at = table_made_at
         self._loop: DecodingLoop | None = None
         self._known = [0.0] * len(self._counters)  # values of the loop's totals that were added

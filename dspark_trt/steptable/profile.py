@@ -33,10 +33,10 @@ Key = tuple[Literal["step", "draft", "ingest"], int, int, int]  # depth, num_req
 logger = logging.getLogger(__name__)
 
 
-def request_grid(max_slots: int) -> tuple[int, ...]:
+def request_grid(max_requests: int) -> tuple[int, ...]:
     """1, 2, 4, … and the number of slots itself."""
-    powers = [1 << shift for shift in range(max_slots.bit_length()) if 1 << shift <= max_slots]
-    return tuple(sorted({*powers, max_slots}))
+    powers = [1 << shift for shift in range(max_requests.bit_length()) if 1 << shift <= max_requests]
+    return tuple(sorted({*powers, max_requests}))
 
 
 def extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tuple[int, ...]:
@@ -71,11 +71,13 @@ def context_grid(limits: EngineLimits, gamma: int) -> tuple[int, ...]:
     return tuple(sorted({min(SHALLOW_CONTEXT_TOKENS, room), *(min(depth, room) for depth in DEEP_CONTEXT_TOKENS)}))
 
 
-def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: int, max_slots: int) -> TargetBatch:
+def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: int, max_requests: int) -> TargetBatch:
     """The step to time: every request holds `depth` positions;
     token ids are arbitrary, the cost does not depend on them."""
     has_prefill = batch_tokens > num_requests * (gamma + 1)
-    num_decode = num_requests - 1 if has_prefill and num_requests == max_slots else num_requests  # a chunk needs a row
+    num_decode = (
+        num_requests - 1 if has_prefill and num_requests == max_requests else num_requests
+    )  # a chunk needs a row
     in_decode = min(batch_tokens, num_decode * (gamma + 1))
     lengths = np.full(num_decode, in_decode // max(num_decode, 1), dtype=np.int64)
     lengths[: in_decode - int(lengths.sum())] += 1
@@ -124,8 +126,9 @@ def sweep(
 
 def profile(
     target: TargetEngine,
-    drafter: DraftEngine,
+    drafter: DraftEngine | None,
     *,
+    gamma: int,
     provenance: dict[str, Any],
     is_padded: bool = False,
     progress: Progress = lambda fraction: None,
@@ -135,24 +138,32 @@ def profile(
     """Measure the grid.
 
     Args:
+        drafter: None: nothing of it is measured.
+        gamma: drafts of a request that a step verifies at most.
         is_padded: calls are padded to powers of two, so those are the sizes to time.
         synchronize: waits for what the engines have enqueued; a call is timed until then.
         num_warm_ups: calls of each kind before those that count.
     """
-    limits, gamma = target.limits, drafter.gamma
-    requests, depths, slots = request_grid(limits.max_slots), context_grid(limits, gamma), slot_counts(gamma)
+    limits = target.limits
+    requests, depths = request_grid(limits.max_requests), context_grid(limits, gamma)
+    slots: tuple[int, ...] = ()
+    ingested: tuple[int, ...] = ()
     grid = padded_extra_grid if is_padded else extra_grid
     extras = {count: grid(count, gamma, limits) for count in requests}
-    ingested = tuple(sorted({min(count, limits.max_batch_tokens) for count in (1, 4, 16, 64, 256)}))
+    if drafter is not None:
+        slots = slot_counts(gamma)
+        ingested = tuple(sorted({min(count, limits.max_batch_tokens) for count in (1, 4, 16, 64, 256)}))
     calls: dict[Key, Callable[[], object]] = {}
     for depth in depths:
         for count in requests:
             for extra in extras[count] if depth == depths[0] else _deep(extras[count], count):
-                batch = verification_batch(count, count + extra, gamma, depth, limits.max_slots)
+                batch = verification_batch(count, count + extra, gamma, depth, limits.max_requests)
                 calls["step", depth, count, extra] = partial(target.forward, batch)
             for num_slots in slots:
+                assert drafter is not None, "it has slots"
                 calls["draft", depth, count, num_slots] = partial(drafter.draft, _block(count, num_slots, depth))
     for num_tokens in ingested:
+        assert drafter is not None, "it takes taps"
         calls["ingest", 0, 0, num_tokens] = partial(drafter.ingest, _ingest(target, num_tokens, gamma, depths[0]))
     measured = sweep(calls, progress, synchronize=synchronize, num_warm_ups=num_warm_ups)
     progress(1.0)
@@ -217,9 +228,9 @@ def _block(num_requests: int, num_slots: int, depth: int) -> DraftBatch:
 def _ingest(target: TargetEngine, num_tokens: int, gamma: int, depth: int) -> IngestBatch:
     """Taps are a copy of what the target gives, where it gives it:
     on a device they would otherwise be sent there every time."""
-    max_slots = target.limits.max_slots
-    num_rows = min(num_tokens, max_slots)
-    verified = verification_batch(num_rows, num_tokens, gamma, depth, max_slots)
+    max_requests = target.limits.max_requests
+    num_rows = min(num_tokens, max_requests)
+    verified = verification_batch(num_rows, num_tokens, gamma, depth, max_requests)
     taps = target.forward(verified).taps
     return IngestBatch(
         taps=array_namespace(taps).asarray(taps, copy=True),

@@ -33,7 +33,7 @@ from tests.support.session_calls import (
     target_call,
 )
 
-LIMITS = EngineLimits(max_slots=6, max_seq_len=48, max_batch_tokens=32)
+LIMITS = EngineLimits(max_requests=6, max_seq_len=48, max_batch_tokens=32)
 TAPS = (-1, 0, 3)
 TOLERANCE = 1e-4
 DECODE = ((0, 0), (17, 3), (47, 1), (0, 0), (4, 6), (30, 2))  # rows 0 and 3 are idle

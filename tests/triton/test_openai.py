@@ -186,7 +186,7 @@ def test_a_request_has_a_time_limit(client: openai.OpenAI) -> None:
         ("/v2/models/ensemble/generate", False),
     ],
 )
-def test_a_client_that_leaves_frees_its_slot(
+def test_a_client_that_leaves_frees_its_row(
     server: TritonServer, front_end: FrontEndProcess, path: str, stream: bool
 ) -> None:
     def sample(name: str) -> float:
@@ -294,7 +294,7 @@ def test_the_live_page_shows_what_live_says(front_end: FrontEndProcess, client: 
 
     wait(has_seen_it)
     assert now["ready"] is True
-    assert now["slots"] == 32
+    assert now["rows"] == 32
     assert 1.0 <= now["accepted_len"] <= 8.0
     assert 0.0 <= now["skipping"] <= 1.0
     page = request(front_end.url, "/")[1].decode()

@@ -25,7 +25,7 @@ from dspark_trt.deployment import load_deployment
 from dspark_trt.errors import CheckpointError, ExportError, ManifestError, RecipeError
 from tests.support.factories import write_drafter, write_target
 
-LIMITS = {"max_slots": 2, "max_seq_len": 64, "max_batch_tokens": 32}
+LIMITS = {"max_requests": 2, "max_seq_len": 64, "max_batch_tokens": 32}
 PLAIN_FORM: dict[str, Any] = {"draft_vocab": "all", "drafter_precision": "fp32", "markov_top_n": 0}  # nothing to choose
 
 

@@ -18,7 +18,7 @@ def description(**changes: Any) -> dict[str, Any]:
             "target": "t",
             "drafter": "d",
             "precision": "fp32",
-            "max_slots": 1,
+            "max_requests": 1,
             "max_seq_len": 64,
             "max_batch_tokens": 512,
         },
@@ -33,7 +33,7 @@ def description(**changes: Any) -> dict[str, Any]:
         "engine": {"backend": "onnxruntime", "library_version": None},
         "device": "CPU",
         "numerics": "float32",
-        "calibration": {"kind": "neutral"},
+        "calibration": {"kind": "neutral", "before": [], "after": []},
         "step_table": step_table([0], [1.0], 1.0),
         "stages": {"engines": {"key": "k", "created": "today", "outputs": {}}},
         "hashes_verified": False,
@@ -82,3 +82,9 @@ def test_engines_are_shown_with_backend_version_device_and_files() -> None:
     assert "tensorrt 11.1.0.106, fp32, for NVIDIA H200 (SM 90); target.engine 2.5 MB" in text
     assert "target.json" not in text
     assert "onnxruntime, fp32, for CPU\n" in "\n".join(line.rstrip() for line in shown(description(), 200).splitlines())
+
+
+def test_calibration_says_what_it_was_fitted_on_and_what_it_brought() -> None:
+    calibration = {"kind": "fitted", "num_fit_blocks": 7412, "before": [{"ece": 0.051}], "after": [{"ece": 0.018}]}
+    text = shown(description(calibration=calibration), 200)
+    assert "fitted on 7412 blocks; ECE at position 1: 5.1% before, 1.8% after" in text

@@ -21,7 +21,7 @@ from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, 
 from dspark_trt.reference.engines import ReferenceDraftEngine, open_reference_engines
 from tests.support.factories import write_drafter, write_target
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=96)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=96)
 HIDDEN, TAPS = 32, (-1, 1, 3)
 CASES: dict[str, dict[str, Any]] = {
     f"{head}-{'markov' if with_markov else 'plain'}-{'bias' if bias else 'no-bias'}": {

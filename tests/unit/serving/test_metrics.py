@@ -17,7 +17,7 @@ from dspark_trt.serving.metrics import ServingMetrics
 from dspark_trt.serving.ticket import Ticket
 from tests.support.toy_engines import ToyDrafter, ToyLanguage, ToyTarget, make_loop
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=64)
 VALUES: dict[tuple[str, str], float] = {}
 
 
@@ -71,7 +71,9 @@ def request(request_id: str, num_tokens: int) -> GenerationRequest:
 
 def new_metrics() -> ServingMetrics:
     VALUES.clear()
-    return ServingMetrics(MetricFamily, "dspark", max_slots=LIMITS.max_slots, max_seq_len=LIMITS.max_seq_len, gamma=5)
+    return ServingMetrics(
+        MetricFamily, "dspark", max_requests=LIMITS.max_requests, max_seq_len=LIMITS.max_seq_len, gamma=5
+    )
 
 
 def test_metrics_are_the_loops_own_counts_and_go_on_with_a_new_loop() -> None:
@@ -83,7 +85,7 @@ def test_metrics_are_the_loops_own_counts_and_go_on_with_a_new_loop() -> None:
             loop.submit(request(str(index), 5 + index))
         loop.step()
         metrics.after_step(loop, 3, True)
-        assert VALUES["dspark_requests_running", ""] == VALUES["dspark_slots", ""] == LIMITS.max_slots
+        assert VALUES["dspark_requests_running", ""] == VALUES["dspark_max_requests", ""] == LIMITS.max_requests
         assert VALUES["dspark_requests_waiting", ""] == 2 + 3
         while loop.has_work:
             emissions = loop.step()

@@ -128,21 +128,21 @@ def test_what_no_measurement_gives_is_refused(tmp_path: Path, field: str, value:
 
 
 def test_grids_end_at_the_limits() -> None:
-    limits = EngineLimits(max_slots=6, max_seq_len=400, max_batch_tokens=64)
+    limits = EngineLimits(max_requests=6, max_seq_len=400, max_batch_tokens=64)
     assert request_grid(6) == (1, 2, 4, 6)
     assert extra_grid(1, 7, limits)[-1] == 63
     assert extra_grid(6, 7, limits)[-1] == 42
 
 
-@pytest.mark.parametrize(("max_slots", "num_requests"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("max_requests", "num_requests"), [(1, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("batch_tokens", [4, 9, 17, 40])
-def test_timed_step_is_one_that_the_engine_accepts(max_slots: int, num_requests: int, batch_tokens: int) -> None:
+def test_timed_step_is_one_that_the_engine_accepts(max_requests: int, num_requests: int, batch_tokens: int) -> None:
     gamma = 3
-    batch = verification_batch(num_requests, batch_tokens, gamma, depth=16, max_slots=max_slots)
+    batch = verification_batch(num_requests, batch_tokens, gamma, depth=16, max_requests=max_requests)
     assert batch.query_lengths.sum() == batch_tokens == len(batch.token_ids)
     assert batch.query_lengths.min() >= 1
     assert batch.query_lengths[: batch.num_decode].max(initial=1) <= gamma + 1
-    assert len(set(batch.rows.tolist())) == len(batch.rows) <= max_slots
+    assert len(set(batch.rows.tolist())) == len(batch.rows) <= max_requests
 
 
 KEY = ("step", 0, 1, 0)
