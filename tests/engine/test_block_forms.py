@@ -47,7 +47,7 @@ def test_drafts_equal_the_reference_over_steps_with_rejections(form: str, tmp_pa
     _, reference = open_reference_engines(target, drafter, limits=LIMITS)
     contexts = Contexts(engine, reference, tap_width=len(TAPS) * 32, seed=sum(form.encode()))
     for _ in range(5):
-        rows = contexts.random.permutation(LIMITS.max_slots)[: contexts.random.integers(1, LIMITS.max_slots + 1)]
+        rows = contexts.random.permutation(LIMITS.max_requests)[: contexts.random.integers(1, LIMITS.max_requests + 1)]
         contexts.ingest(rows.tolist(), contexts.random.integers(1, 9, len(rows)).tolist())
         assert_same_drafts(*contexts.draft(rows.tolist()))
     for _ in range(2):  # until the anchor stands on the last position

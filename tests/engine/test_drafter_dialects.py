@@ -105,7 +105,7 @@ def test_drafts_equal_the_oracle_and_greedy_tokens_are_the_targets(case: str, tm
     _, reference = open_reference_engines(target, drafter, limits=LIMITS)
     contexts = Contexts(engines[1], reference, tap_width=drafter.spec.num_taps * 32, seed=4)
     for _ in range(4):
-        rows = contexts.random.permutation(LIMITS.max_slots)[: contexts.random.integers(1, LIMITS.max_slots + 1)]
+        rows = contexts.random.permutation(LIMITS.max_requests)[: contexts.random.integers(1, LIMITS.max_requests + 1)]
         contexts.ingest(rows.tolist(), contexts.random.integers(1, 9, len(rows)).tolist())
         assert_same_drafts(*contexts.draft(rows.tolist()))
     plain: Any = run(make_loop(engines[0], None, SchedulerConfig("off")), requests())  # type: ignore[arg-type]

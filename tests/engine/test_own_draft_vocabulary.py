@@ -50,7 +50,7 @@ def test_drafts_equal_the_reference_over_steps_with_rejections(head: str, tmp_pa
     np.testing.assert_array_equal(engine.draft_vocab, IDS)
     contexts = Contexts(engine, reference, tap_width=len(TAPS) * 32, seed=3)
     for _ in range(4):
-        rows = contexts.random.permutation(LIMITS.max_slots)[:3]
+        rows = contexts.random.permutation(LIMITS.max_requests)[:3]
         contexts.ingest(rows.tolist(), contexts.random.integers(1, 9, len(rows)).tolist())
         assert_same_drafts(*contexts.draft(rows.tolist()))
 
