@@ -179,9 +179,10 @@ def test_recipe_with_a_file_of_another_drafter_is_refused_before_anything_is_mad
 def test_drafter_without_a_confidence_head_is_calibrated_on_its_margin(prompts: list[str], tmp_path: Path) -> None:
     target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     dflash = write_drafter(tmp_path / "drafter", target, markov_rank=0, confidence=False)
+    given = write_temperatures(tmp_path / "sts.json", 5)  # so that building measures none
     form: dict[str, Any] = {"draft_vocab": "all", "drafter_precision": "fp32", "markov_top_n": 0}  # nothing to choose
     limits = {"max_requests": 4, "max_seq_len": 64, "max_batch_tokens": 64}
-    build(BuildRecipe(target=str(target), drafter=str(dflash), **form, **limits), tmp_path / "out")
+    build(BuildRecipe(target=str(target), drafter=str(dflash), calibration=given, **form, **limits), tmp_path / "out")
     printed = calibrate(tmp_path / "out", *prompts).stdout
     found = load_calibration(tmp_path / "out" / CALIBRATION)
     assert found.kind == "fitted"
