@@ -259,13 +259,6 @@ def test_python_without_numpy_1_is_told_before_anything_is_fetched(
         server_tree.find_server(tmp_path)
 
 
-def test_wheel_that_cannot_be_had_says_what_pip_said(tmp_path: Path) -> None:
-    with pytest.raises(
-        EnvironmentMissingError, match=r"cannot download nvidia-pytriton==0.0.0.*No matching distribution"
-    ):
-        tool_cache.download_wheel("nvidia-pytriton", "0.0.0", tmp_path)
-
-
 FAILING_SCRIPT = """\
 import sys
 from pathlib import Path
