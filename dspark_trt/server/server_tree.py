@@ -17,7 +17,6 @@ looks into its working directory first, so the server runs in that folder; every
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import sysconfig
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.server.environment import engine_environment
 from dspark_trt.server.tool_cache import (
     Wheel,
     assemble,
@@ -64,8 +64,8 @@ class ServerTree:
     working_directory: Path | None = None  # where the server must run; None: anywhere
 
     def environment(self) -> dict[str, str]:
-        """The environment in which the server finds this interpreter's packages and libpython."""
-        environment = dict(os.environ)
+        """What of our environment the server is given, and where it finds this interpreter's packages and libpython."""
+        environment = engine_environment()
         # The backend's stub embeds the `python3` that comes first on PATH, and with it that environment's packages.
         prepend(environment, "PATH", _interpreter_folder())
         prepend(environment, "LD_LIBRARY_PATH", _own_libpython_folder())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import socket
 import ssl
 import subprocess
@@ -17,6 +16,7 @@ from typing import Any
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
 from dspark_trt.machine.packages import install_extra
+from dspark_trt.server.environment import front_end_environment
 from dspark_trt.server.openai.settings import DEFAULT_TIMEOUT_S, FrontEndOptions, FrontEndSettings, make_settings
 
 _START_TIMEOUT_S = 60.0
@@ -24,18 +24,6 @@ _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 _MIN_LIFE_S = 2.0  # between two starts: a front end that cannot live does not keep the machine busy
 _BACKLOG = 512
-_ENVIRONMENT = (  # that the process needs: no tokens and keys of others
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "PYTHONHOME",
-    "PYTHONPATH",
-    "HOME",
-    "TMPDIR",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-)
 _PACKAGES = ("fastapi", "uvicorn", "tritonclient")
 
 
@@ -64,7 +52,7 @@ class FrontEndProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "dspark_trt.server.openai", str(self._listener.fileno())],
             stdin=subprocess.PIPE,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            env=front_end_environment(),
             pass_fds=[self._listener.fileno()],
             start_new_session=True,  # a terminal's signals are for `serve`
         )
