@@ -13,6 +13,7 @@ from dspark_trt.building.drafter_graphs import write_drafter
 from dspark_trt.building.host_time import with_host_time
 from dspark_trt.building.interrupts import deferred_interrupt
 from dspark_trt.building.loops import UnpricedLoops
+from dspark_trt.building.trial import try_text
 from dspark_trt.calibration.file import CALIBRATION_FILE
 from dspark_trt.calibration.prompts import packaged_prompts
 from dspark_trt.calibration.run import calibrate
@@ -78,6 +79,7 @@ def _make_checkpoints(context: Context, folder: Path, progress: Progress) -> Non
         revision=recipe.target_revision,
         chat_template_kwargs=DEFAULT_TEMPLATE_KWARGS.get(context.target.spec.family, {}) | recipe.chat_template_kwargs,
     )
+    try_text(folder / "tokenizer", recipe.target)
 
 
 def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
