@@ -150,14 +150,24 @@ def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
         ) from None
 
 
+class _NoAliases(yaml.SafeLoader):
+    """A few lines of aliases of aliases stand for more than a memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias; write out what *NAME stands for")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _NoAliases)
     except FileNotFoundError:
         raise RecipeError(f"recipe {path} does not exist; give --recipe an existing YAML file") from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read ({error.strerror}); give --recipe a YAML file") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no text, or a number of 5000 digits
         raise RecipeError(f"recipe {path} is not valid YAML: {error}") from None
     if loaded is not None and not isinstance(loaded, dict):
         raise RecipeError(f"recipe {path}: expected a mapping of keys, found {type(loaded).__name__}")

@@ -20,6 +20,7 @@ from dspark_trt.commands.generation_options import generation_options
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment
 from dspark_trt.errors import DSparkError, RequestError, abridged
+from dspark_trt.files import write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +115,11 @@ def generate_lines(
 @contextmanager
 def _open_results(path: Path, kept: tuple[str, ...]) -> Iterator[IO[str]]:
     """The file with what is kept in it, ready for more; kept lines are never at risk while it is written anew."""
-    scratch = path.with_name(f".{path.name}.partial")
     try:
-        scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        scratch.replace(path)
+        write_atomically(path, "".join(f"{line}\n" for line in kept))
         stream = path.open("a", encoding="utf-8")
     except OSError as error:
         raise RequestError(f"--output {path} cannot be written ({error.strerror}); give another file") from None
-    finally:
-        scratch.unlink(missing_ok=True)
     with stream:
         yield stream
 
