@@ -52,7 +52,7 @@ def unfinished(prompts_file: Path, results_file: Path) -> PromptLines:
         try:
             result = json.loads(line)
             number = int(result["line"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             if position == len(lines):  # the last line of an interrupted run
                 continue
             raise RequestError(
@@ -134,7 +134,7 @@ def _prompt(deployment: Deployment, line: str, given: dict[str, Any], *, is_chat
 def _read_prompt(deployment: Deployment, line: str, given: dict[str, Any], *, is_chat: bool) -> Prompt:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"not valid JSON ({error}); expected an object with prompt or messages") from None
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise RequestError(f"expected an object with prompt or messages, found {abridged(fields)}")
