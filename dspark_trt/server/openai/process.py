@@ -12,9 +12,9 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
+from dspark_trt.machine.address import family_of, in_url
 from dspark_trt.machine.packages import install_extra
 from dspark_trt.server.environment import front_end_environment
 from dspark_trt.server.openai.settings import DEFAULT_TIMEOUT_S, FrontEndOptions, FrontEndSettings, make_settings
@@ -39,8 +39,7 @@ class FrontEndProcess:
     @property
     def url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        return f"{'https' if self._settings.tls_certificate else 'http'}://{shown}:{port}"
+        return f"{'https' if self._settings.tls_certificate else 'http'}://{in_url(host)}:{port}"
 
     @property
     def model_name(self) -> str:
@@ -152,7 +151,7 @@ def check_packages() -> None:
 def listen(options: FrontEndOptions) -> socket.socket:
     """Raises RecipeError for an address or a port that cannot be listened on."""
     try:
-        family: Any = socket.AF_INET6 if ":" in options.address else socket.AF_INET
+        family = family_of(options.address)
         return socket.create_server((options.address, options.port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         raise RecipeError(
