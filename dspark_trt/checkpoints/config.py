@@ -18,7 +18,7 @@ from dspark_trt.checkpoints.layout import check_sizes
 from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, WholeNumber, reach, rope_spec
 from dspark_trt.checkpoints.spec import DecoderSpec, GenerationDefaults, RopeSpec
-from dspark_trt.errors import CheckpointError
+from dspark_trt.errors import CheckpointError, abridged
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +189,7 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
 def architectures_of(values: dict[str, Any]) -> list[str]:
     """`architectures` as a list, also where a hand-written configuration has one name in the place of a list."""
     found = values.get("architectures") or []
-    return [found] if isinstance(found, str) else [str(each) for each in found]
+    return [abridged(each).strip("'") for each in (found if isinstance(found, list) else [found])]
 
 
 def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSpec:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from dspark_trt.checkpoints.config import architectures_of
-from dspark_trt.errors import CheckpointError
+from dspark_trt.errors import CheckpointError, abridged
 
 ARCHITECTURE = "Qwen3DSparkModel"
 _USE = (
@@ -30,13 +30,14 @@ def refuse_other_formats(values: dict[str, Any], where: str) -> None:
         )
     if (draft_vocab := values.get("draft_vocab_size")) not in (None, values.get("vocab_size")):
         raise CheckpointError(
-            f"{where}: draft_vocab_size = {draft_vocab} is not vocab_size = {values.get('vocab_size')}; a reduced "
-            "draft vocabulary (d2t, t2d) is not supported, use a drafter of the full vocabulary"
+            f"{where}: draft_vocab_size = {abridged(draft_vocab)} is not vocab_size = "
+            f"{abridged(values.get('vocab_size'))}; a reduced draft vocabulary (d2t, t2d) is not "
+            "supported, use a drafter of the full vocabulary"
         )
     if (runtime := values.get("runtime_block_size")) not in (None, values.get("block_size")):
         raise CheckpointError(
-            f"{where}: runtime_block_size = {runtime} is not block_size = {values.get('block_size')}; remove it to "
-            "draft whole blocks"
+            f"{where}: runtime_block_size = {abridged(runtime)} is not block_size = "
+            f"{abridged(values.get('block_size'))}; remove it to draft whole blocks"
         )
 
 
@@ -47,7 +48,8 @@ def _other_format(values: dict[str, Any]) -> str | None:
     if "Eagle" in architecture or "ttt_length" in values:
         return f"the EAGLE-3 format ({architecture})"
     if "dflash_config" in values:
-        is_specforge = (values["dflash_config"] or {}).get("projector_type") == "dspark"
+        settings = values["dflash_config"]
+        is_specforge = isinstance(settings, dict) and settings.get("projector_type") == "dspark"
         return "SpecForge's DSpark format (dflash_config)" if is_specforge else "z-lab's DFlash format (mask first)"
     if architecture == "DFlashDraftModel":
         return "z-lab's DFlash format (mask first)"
@@ -58,5 +60,5 @@ def _other_format(values: dict[str, Any]) -> str | None:
     if architecture != ARCHITECTURE:
         return f"the format {architecture}"
     if values.get("model_type") != "qwen3":
-        return f"{ARCHITECTURE} with model_type {values.get('model_type')!r} (expected 'qwen3')"
+        return f"{ARCHITECTURE} with model_type {abridged(values.get('model_type'))} (expected 'qwen3')"
     return None

@@ -97,7 +97,7 @@ def _special_tokens(folder: Path, config: dict[str, Any]) -> SpecialTokens:
     older = folder / "special_tokens_map.json"
     values = (read_json(older) if older.is_file() else {}) | config
     tokens: SpecialTokens = {key: _content(values[key]) for key in _SPECIAL_TOKENS if values.get(key) is not None}
-    if more := values.get("additional_special_tokens"):
+    if isinstance(more := values.get("additional_special_tokens"), list) and more:
         tokens["additional_special_tokens"] = [_content(token) for token in more]
     return tokens
 

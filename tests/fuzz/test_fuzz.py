@@ -33,7 +33,7 @@ IS_SEARCH = "FUZZ_EXAMPLES" in os.environ
 INTEGERS = st.integers(-3, 40) | st.sampled_from([2**k + d for k in (7, 15, 31, 32, 62, 63, 64, 400) for d in (-1, 0)])
 NUMBERS = INTEGERS | INTEGERS.map(lambda value: -value) | st.floats()
 TEXTS = st.text(max_size=8) | st.sampled_from(
-    ["auto", "yarn", "llama3", "float32", "F32", "../x", "\0", "é" * 200, "{{ 1 }}"]
+    ["auto", "yarn", "llama3", "float32", "F32", "../x", "\0", "é" * 200, "{{ 1 }}", "x" * 20_000]
 )
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS
 VALUES = st.recursive(

@@ -86,8 +86,8 @@ class Readers:
         (self.scratch / "model.safetensors").write_bytes(data)
         store = open_safetensors(self.scratch, str)
         for name in store.names():
-            array = store.array(name)
-            assert array.shape == store.info(name).shape
+            if store.info(name).dtype in ("float32", "float16", "bfloat16"):
+                assert store.array(name).shape == store.info(name).shape
 
     def read_gguf(self, data: bytes) -> None:
         path = self.scratch / "model.gguf"
