@@ -19,9 +19,11 @@ from dspark_trt import __version__
 from dspark_trt.commands import (
     bench,
     build,
+    calibrate,
     chat,
     doctor,
     evaluate,
+    export,
     generate,
     inspect,
     profile,
@@ -53,6 +55,8 @@ _COMMANDS = (
     bench.bench,
     verify.verify,
     profile.profile,
+    calibrate.calibrate,
+    export.export,
     simulate.simulate,
 )
 for _command in _COMMANDS:

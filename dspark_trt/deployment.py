@@ -16,6 +16,7 @@ from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
 from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
@@ -37,6 +38,7 @@ class Deployment:
     step: StepEngine | None
     step_table: StepTable
     calibration: Calibration
+    lookup: LookupAcceptance | None  # None: no drafts are copied from a request's own text
     codec: TextCodec
 
     def make_loop(
@@ -56,6 +58,7 @@ class Deployment:
             step_engine=None if is_wrapped else self.step,
             step_table=self.step_table,
             calibration=self.calibration,
+            lookup=self.lookup,
             eos_token_ids=self.target_spec.eos_token_ids,
             decode=self.codec.decode,
             scheduler=scheduler,
@@ -95,6 +98,7 @@ def load_deployment(folder: Path) -> Deployment:
     step_table = StepTable.load(folder / "steptable" / "step_table.json")
     warn_of_differences(folder, step_table, summary.recipe)
     engines = open_engines(folder)
+    calibration = load_calibration(folder / "calibration" / CALIBRATION_FILE, gamma=engines.drafter.gamma)
     return Deployment(
         recipe=summary.recipe,
         target_spec=target_spec_from_json(json.loads((checkpoints / "target.json").read_text())),
@@ -103,8 +107,7 @@ def load_deployment(folder: Path) -> Deployment:
         drafter=engines.drafter,
         step=engines.step,
         step_table=step_table,
-        calibration=load_calibration(
-            folder / "calibration" / CALIBRATION_FILE, gamma=engines.drafter.gamma
-        ).calibration,
+        calibration=calibration.calibration,
+        lookup=calibration.lookup_acceptance if summary.recipe.lookup == "auto" else None,
         codec=TextCodec.load(checkpoints / "tokenizer"),
     )

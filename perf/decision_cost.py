@@ -22,7 +22,7 @@ from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.machine import cpu
 from dspark_trt.runtime.corrections import AcceptanceCorrection, TimeCorrection
 from dspark_trt.runtime.draft_policy import Decoding, DraftPolicy
-from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler
+from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, survival_of
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.survival_history import SurvivalHistory
 from dspark_trt.steptable.table import StepTable
@@ -91,6 +91,7 @@ def measure(table: StepTable, num_requests: int) -> dict[str, float | None]:
             is_greedy=nobody,
         )
         scheduler.choose(confidence, offer)
+        scheduler.record(survival_of(confidence), offer)
         end = time.perf_counter()
         if step >= NUM_WARM_UPS:
             whole.append((end - begin) * 1e6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.calibration.given import read_given
 from dspark_trt.checkpoints.spec import DrafterSpec
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
@@ -16,15 +17,12 @@ def check_recipe(recipe: BuildRecipe) -> None:
             f"hold one "
             "token of every request; raise --max-batch-tokens or lower --max-slots"
         )
+
+
+def check_calibration(recipe: BuildRecipe, drafter: DrafterSpec) -> None:
+    """Raises RecipeError when the calibration file of the recipe cannot be read or belongs to another drafter."""
     if recipe.calibration is not None:
-        try:
-            recipe.calibration.open("rb").close()
-        except OSError as error:
-            raise RecipeError(
-                f"calibration: {recipe.calibration} cannot be read ({error.strerror}); give a file that a build "
-                f"wrote, or "
-                "leave --calibration out"
-            ) from None
+        read_given(recipe.calibration, drafter.gamma)
 
 
 def check_scheduler(recipe: BuildRecipe, drafter: DrafterSpec) -> None:

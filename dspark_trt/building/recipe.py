@@ -56,6 +56,11 @@ class BuildRecipe(BaseModel):
         "threshold:C, "
         "early_stop, lagged_budget or auto.",
     )
+    lookup: Literal["auto", "off"] = Field(
+        default="auto",
+        description="Drafts copied from a request's own text where it repeats itself; auto: in scheduler mode auto, "
+        "where they promise more than the drafter's.",
+    )
     draft_vocab: Annotated[str | int, Option(metavar="auto|all|N")] = Field(
         default="auto",
         description="Token ids that the drafter proposes: all, the N most frequent, or what measures best.",
@@ -69,7 +74,9 @@ class BuildRecipe(BaseModel):
         description="Draft from the N largest base logits of a slot; 0: from all; auto: what measures best.",
     )
     calibration: Annotated[Path | None, Option(default="measured")] = Field(
-        default=None, description="Calibration file to use, as a build writes it, in place of measuring one."
+        default=None,
+        description="Calibration to use in place of measuring one: a build's calibration.json, or temperatures as "
+        "TensorRT-LLM, SGLang or vllm-ascend read them.",
     )
     chat_template_kwargs: Annotated[
         dict[str, Any], Option(default='Qwen3: {"enable_thinking": false}', metavar="JSON")

@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.building.build import exclusive, make_stage
 from dspark_trt.building.context import Context
-from dspark_trt.building.finished import read_finished
-from dspark_trt.building.manifest import MANIFEST_NAME, check_outputs, sealed_json
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.building.renew import renew
 from dspark_trt.building.stages import STAGES, measured_with
-from dspark_trt.engines.open import check_device
-from dspark_trt.files import write_atomically
 from dspark_trt.log import Progress, get_logger
 from dspark_trt.steptable.table import StepTable
 
@@ -27,17 +23,8 @@ def reprofile(folder: Path, progress: Progress = lambda fraction: None) -> StepT
     Raises ManifestError when the build is unfinished, edited or in use, EnvironmentMissingError when its engines are
     for another machine.
     """
-    summary, stages = read_finished(folder)
-    check_device(folder)
-    for name in ("checkpoints", "graphs", "engines"):
-        check_outputs(folder / name, stages[name])
     (stage,) = (each for each in STAGES if each.name == STAGE)
-    with exclusive(folder):
-        key = make_stage(
-            stage, Context(summary.recipe, folder), summary.stages, {}, lambda name, fraction: progress(fraction)
-        )
-        renewed = summary.model_copy(update={"stages": {**summary.stages, STAGE: key}})
-        write_atomically(folder / MANIFEST_NAME, sealed_json(renewed.model_dump(mode="json")))
+    renew(folder, stage, progress)
     return StepTable.load(folder / STAGE / "step_table.json")
 
 

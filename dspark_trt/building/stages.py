@@ -8,15 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dspark_trt.building.calibration_stage import calibration_inputs, calibration_settings, make_calibration
 from dspark_trt.building.context import Context
 from dspark_trt.building.drafter_graphs import write_drafter
 from dspark_trt.building.host_time import with_host_time
 from dspark_trt.building.interrupts import deferred_interrupt
 from dspark_trt.building.loops import UnpricedLoops
 from dspark_trt.building.trial import try_text
-from dspark_trt.calibration.file import CALIBRATION_FILE
-from dspark_trt.calibration.prompts import packaged_prompts
-from dspark_trt.calibration.run import calibrate
 from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
@@ -38,7 +36,6 @@ from dspark_trt.text import TextCodec
 
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
 NUM_WARM_UPS_ON_A_DEVICE = 3
-CALIBRATION_BUDGET_S = 45.0
 # DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
 DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
 
@@ -169,24 +166,6 @@ def measured_with(context: Context) -> dict[str, Any]:
     return here
 
 
-def _make_calibration(context: Context, folder: Path, progress: Progress) -> None:
-    """Confidences of held-out prompts, measured on the engines that serve."""
-    gamma = context.drafter.spec.gamma
-    engines = open_engines(context.output)
-    codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
-
-    make_loop = UnpricedLoops(engines.target, engines.drafter, codec.decode, context.target.spec.eos_token_ids)
-    calibrate(
-        make_loop,
-        codec.encode_prompt,
-        packaged_prompts(),
-        gamma=gamma,
-        budget_s=CALIBRATION_BUDGET_S,
-        max_seq_len=context.limits.max_seq_len,
-        progress=progress,
-    ).save(folder / CALIBRATION_FILE)
-
-
 def _make_model_repo(context: Context, folder: Path, progress: Progress) -> None:
     write_model_repo(
         context.output,
@@ -254,8 +233,9 @@ STAGES = (
         name="calibration",
         predecessors=("engines",),
         packages=lambda context: ("dspark_trt.calibration",),
-        settings=lambda context: {"budget_s": CALIBRATION_BUDGET_S},
-        make=_make_calibration,
+        settings=calibration_settings,
+        make=make_calibration,
+        inputs=calibration_inputs,
     ),
     Stage(
         name="triton_model_repo",

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from dspark_trt.calibration.fit import Quality
+from dspark_trt.calibration.quality import Quality
 from dspark_trt.contract.calibration import Calibration, SlotCalibration
+from dspark_trt.contract.lookup import UNMEASURED_LOOKUP, LookupAcceptance
 from dspark_trt.errors import ManifestError, RecipeError
 
 CALIBRATION_FILE = "calibration.json"
@@ -27,6 +28,15 @@ class Lines(BaseModel):
     offsets: tuple[Finite, ...]
 
 
+class LookupCurves(BaseModel):
+    """P(the next draft is accepted) behind a match of 1, 2, ... tokens of the request's own text."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    greedy: tuple[Probability, ...]
+    sampled: tuple[Probability, ...]
+
+
 class CalibrationFile(BaseModel):
     """Everything about a calibration. `kind` neutral: nothing was fitted."""
 
@@ -38,9 +48,11 @@ class CalibrationFile(BaseModel):
     sampled: Lines
     survival: tuple[Probability, ...] = ()  # mean survival of each position
     temperatures: tuple[Slope, ...]  # T_j of plain Sequential Temperature Scaling, for other engines
+    lookup: LookupCurves | None = None  # None: not measured
     num_fit_blocks: int = 0
     before: tuple[dict[str, Any], ...] = ()  # Quality of each position on held-out prompts, without the lines
     after: tuple[dict[str, Any], ...] = ()  # and with them
+    after_temperatures: tuple[dict[str, Any], ...] = ()  # and with `temperatures` alone, as other engines read them
     provenance: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -59,14 +71,31 @@ class CalibrationFile(BaseModel):
             self.survival,
         )
 
+    @property
+    def lookup_acceptance(self) -> LookupAcceptance:
+        """Raises RecipeError when a curve is not usable."""
+        if self.lookup is None:
+            return UNMEASURED_LOOKUP
+        return LookupAcceptance(greedy=self.lookup.greedy, sampled=self.lookup.sampled)
+
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n")
 
 
-def neutral(gamma: int) -> CalibrationFile:
+def neutral(
+    gamma: int, provenance: dict[str, Any] | None = None, lookup: LookupAcceptance | None = None
+) -> CalibrationFile:
     """Confidences as the drafter gives them."""
     lines = Lines(slopes=(1.0,) * gamma, offsets=(0.0,) * gamma)
-    return CalibrationFile(kind="neutral", greedy=lines, sampled=lines, temperatures=(1.0,) * gamma)
+    temperatures = (1.0,) * gamma
+    return CalibrationFile(
+        kind="neutral",
+        greedy=lines,
+        sampled=lines,
+        temperatures=temperatures,
+        lookup=_curves(lookup),
+        provenance=provenance or {},
+    )
 
 
 def fitted(
@@ -76,7 +105,9 @@ def fitted(
     num_fit_blocks: int,
     before: list[Quality],
     after: list[Quality],
+    after_temperatures: list[Quality],
     provenance: dict[str, Any],
+    lookup: LookupAcceptance | None = None,
 ) -> CalibrationFile:
     """What a fit has found."""
     return CalibrationFile(
@@ -85,17 +116,24 @@ def fitted(
         sampled=Lines(slopes=calibration.sampled.slopes, offsets=calibration.sampled.offsets),
         survival=calibration.survival,
         temperatures=tuple(temperatures),
+        lookup=_curves(lookup),
         num_fit_blocks=num_fit_blocks,
         before=tuple(asdict(each) for each in before),
         after=tuple(asdict(each) for each in after),
+        after_temperatures=tuple(asdict(each) for each in after_temperatures),
         provenance=provenance,
     )
+
+
+def _curves(lookup: LookupAcceptance | None) -> LookupCurves | None:
+    return None if lookup is None else LookupCurves(greedy=lookup.greedy, sampled=lookup.sampled)
 
 
 def load_calibration(path: Path, *, gamma: int | None = None) -> CalibrationFile:
     """Raises ManifestError when the file is missing, holds no calibration, or one of another gamma."""
     try:
         loaded = CalibrationFile.model_validate_json(path.read_bytes())
+        _ = loaded.lookup_acceptance
     except FileNotFoundError:
         raise ManifestError(f"no calibration at {path}; run `dspark-trt build` again") from None
     except (OSError, ValidationError, RecipeError) as error:

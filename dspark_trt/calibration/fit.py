@@ -1,4 +1,4 @@
-"""Fits what turns confidence logits into probabilities, and measures how well that went.
+"""Fits what turns confidence logits into probabilities.
 
 Shape letters: `N` blocks, `G` gamma. Source: paper section 3.2.1 (Sequential Temperature Scaling).
 
@@ -8,36 +8,21 @@ with the probability that its first j - 1 drafts are, and slots are fitted from 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.calibration.quality import expected_calibration_error
 from dspark_trt.calibration.record import Recording
 from dspark_trt.contract.calibration import Calibration, SlotCalibration
 
 Floats = NDArray[np.float64]
 
 MIN_BLOCKS = 400  # of a regime; with fewer its lines stay neutral
+MIN_REACHING = 50  # blocks whose drafts before a slot are accepted; with fewer the slot stays neutral
 MIN_SLOPE = 0.02
-NUM_BINS = 20
-NUM_RESAMPLES = 200
 TEMPERATURES = np.exp(np.linspace(np.log(0.2), np.log(8.0), 80))
 _RIDGE = 1e-3  # pulls a slot that hardly anything reaches towards slope 1, offset 0
 _NUM_NEWTON_STEPS = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """How well survivals of one position were predicted."""
-
-    num_blocks: int
-    mean_predicted: float
-    mean_observed: float
-    ece: float  # cumulative: of the product up to this position
-    ece_low: float  # 90 % bootstrap interval over prompts
-    ece_high: float
-    auc: float
 
 
 def fit(recording: Recording) -> Calibration:
@@ -71,53 +56,10 @@ def fit_temperatures(recording: Recording) -> list[float]:
     return temperatures
 
 
-def qualities(recording: Recording, calibration: Calibration, *, seed: int = 0) -> list[Quality]:
-    """One entry for each position: survivals as predicted by `calibration` against observed prefix acceptance."""
-    confidence = calibration.confidence(recording.confidence_logits, recording.is_greedy)
-    predicted: Floats = np.cumprod(confidence, axis=1, dtype=np.float64)
-    observed: Floats = np.cumprod(recording.acceptance, axis=1, dtype=np.float64)
-    random = np.random.default_rng(seed)
-    groups = np.unique(recording.groups)
-    resamples = []
-    for _ in range(NUM_RESAMPLES if len(groups) > 1 else 0):
-        chosen = random.choice(groups, len(groups))
-        resamples.append(np.concatenate([np.flatnonzero(recording.groups == group) for group in chosen]))
-    found = []
-    for slot in range(predicted.shape[1]):
-        p, o = predicted[:, slot], observed[:, slot]
-        eces = [expected_calibration_error(p[rows], o[rows]) for rows in resamples] or [float("nan")]
-        low, high = np.quantile(eces, (0.05, 0.95))
-        found.append(
-            Quality(
-                num_blocks=len(recording),
-                mean_predicted=float(p.mean()),
-                mean_observed=float(o.mean()),
-                ece=expected_calibration_error(p, o),
-                ece_low=float(low),
-                ece_high=float(high),
-                auc=area_under_curve(p, o),
-            )
-        )
-    return found
-
-
-def expected_calibration_error(predicted: Floats, observed: Floats) -> float:
-    """Mean distance between predicted and observed over equal-width bins, weighted by their blocks."""
-    bins = np.minimum((predicted * NUM_BINS).astype(np.int64), NUM_BINS - 1)
-    gaps = np.bincount(bins, weights=predicted - observed, minlength=NUM_BINS)
-    return float(np.abs(gaps).sum() / max(len(predicted), 1))
-
-
-def area_under_curve(predicted: Floats, observed: Floats) -> float:
-    """P(an accepted prefix has the higher prediction), observed as a probability; 0.5 where one kind is missing."""
-    order = np.argsort(predicted, kind="stable")
-    values, positive = predicted[order], observed[order]
-    negative = 1.0 - positive
-    _, starts, inverse = np.unique(values, return_index=True, return_inverse=True)
-    tied_negative = np.add.reduceat(negative, starts)
-    below = np.concatenate(([0.0], np.cumsum(tied_negative)[:-1]))
-    total = positive.sum() * negative.sum()
-    return float((positive * (below + 0.5 * tied_negative)[inverse]).sum() / total) if total > 0 else 0.5
+def reaching(recording: Recording) -> Floats:
+    """Blocks that tell of each slot, [G]: the expected number of those whose drafts before it are accepted."""
+    before = np.cumprod(recording.acceptance[:, :-1], axis=1).sum(axis=0)
+    return np.concatenate(([float(len(recording))], before))
 
 
 def _fit_lines(recording: Recording) -> SlotCalibration:
@@ -126,7 +68,7 @@ def _fit_lines(recording: Recording) -> SlotCalibration:
     for slot in range(recording.confidence_logits.shape[1]):
         logits = recording.confidence_logits[:, slot].astype(np.float64)
         labels = recording.acceptance[:, slot]
-        slope, offset = _logistic(logits, labels, reached)
+        slope, offset = _logistic(logits, labels, reached) if reached.sum() >= MIN_REACHING else (1.0, 0.0)
         slopes.append(slope)
         offsets.append(offset)
         reached = reached * labels

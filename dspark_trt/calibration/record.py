@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.calibration.lookup import Answer
 from dspark_trt.runtime.arrays import take_rows, to_host
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.sampling import is_greedy, target_probs
@@ -53,6 +54,7 @@ class Recorder:
 
     group_of: Callable[[str], int]  # prompt index of a request id
     rows: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any], bool, int, int]] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)  # what was generated, finished or not
 
     def on_verified(self, segments: Sequence[Segment], logits: Any, block: DraftBlock | None) -> None:
         """Labels of every block that was verified whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -9,8 +10,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dspark_trt.calibration.file import CalibrationFile, fitted, neutral
-from dspark_trt.calibration.fit import MIN_BLOCKS, fit, fit_temperatures, qualities
+from dspark_trt.calibration.fit import MIN_BLOCKS, fit, fit_temperatures, reaching
+from dspark_trt.calibration.lookup import Answer, fit_lookup
 from dspark_trt.calibration.prompts import Prompt
+from dspark_trt.calibration.quality import qualities
 from dspark_trt.calibration.record import Recorder, Recording
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.scheduler import SchedulerConfig
@@ -24,6 +27,7 @@ MakeLoop = Callable[[SchedulerConfig, OnVerified], DecodingLoop]
 Encode = Callable[[str], Sequence[int]]
 TEMPERATURES = (0.0, 0.8)  # of the requests that are recorded: greedy and sampling
 MAX_TOKENS = 96
+_REGIMES = {"greedy": True, "sampled": False}
 
 
 def record_blocks(
@@ -34,25 +38,37 @@ def record_blocks(
     budget_s: float,
     temperatures: Sequence[float] = TEMPERATURES,
     max_tokens: int = MAX_TOKENS,
+    num_samples: int = 1,
     max_seq_len: int,
     progress: Progress = lambda fraction: None,
 ) -> Recorder:
-    """Answer the prompts, all drafts verified, until they are through or the time is up."""
+    """Answer the prompts, all drafts verified, until they are through or the time is up.
+
+    num_samples: answers of each prompt at a temperature above 0, each from a seed of its own.
+    """
     recorder = Recorder(group_of=lambda request_id: int(request_id.split("-")[0]))
     loop = make_loop(SchedulerConfig("fixed"), recorder.on_verified)
     # prompt by prompt, so that whatever the budget allows holds every regime and, by their order, every kind
+    tokens: dict[str, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda index: (index % 40, index))
-    for index in order:
+    for sample, index in itertools.product(range(num_samples), order):
         prompt_ids = tuple(encode(prompts[index].prompt))
         if not 0 < len(prompt_ids) < max_seq_len:
             continue
         for number, temperature in enumerate(temperatures):
-            sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=index)
-            loop.submit(GenerationRequest(request_id=f"{index}-{number}", prompt_ids=prompt_ids, sampling=sampling))
+            if sample and not temperature:
+                continue  # a greedy answer is the same every time
+            seed = sample * len(prompts) + index
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+            request_id = f"{index}-{sample}-{number}"
+            tokens[request_id] = []
+            recorder.answers.append(Answer(prompt_ids, tokens[request_id], is_greedy=temperature == 0))
+            loop.submit(GenerationRequest(request_id=request_id, prompt_ids=prompt_ids, sampling=sampling))
     started = time.monotonic()
     total = loop.num_queued
     while loop.has_work and (elapsed := time.monotonic() - started) < budget_s:
-        loop.step()
+        for emission in loop.step():
+            tokens[emission.request_id] += emission.token_ids
         progress(max(elapsed / budget_s, 1 - (loop.num_queued + loop.num_running) / max(total, 1)))
     return recorder
 
@@ -64,29 +80,63 @@ def calibrate(
     *,
     gamma: int,
     budget_s: float,
+    max_tokens: int = MAX_TOKENS,
+    num_samples: int = 1,
     max_seq_len: int,
     progress: Progress = lambda fraction: None,
 ) -> CalibrationFile:
-    """Fit on the prompts for it, measure on those held out; neutral where too few blocks were seen."""
-    recorder = record_blocks(make_loop, encode, prompts, budget_s=budget_s, max_seq_len=max_seq_len, progress=progress)
-    recording = recorder.recording(gamma)
-    to_fit, held_out = _split(recording, prompts)
+    """Fit on the prompts for it, measure on those held out; neutral where too few blocks were seen.
+
+    budget_s: seconds; max_tokens: of an answer; num_samples: see `record_blocks`.
+    """
+    recorder = record_blocks(
+        make_loop,
+        encode,
+        prompts,
+        budget_s=budget_s,
+        max_tokens=max_tokens,
+        num_samples=num_samples,
+        max_seq_len=max_seq_len,
+        progress=progress,
+    )
+    to_fit, held_out = _split(recorder.recording(gamma), prompts)
+    lookup = fit_lookup(recorder.answers)
+    provenance = {
+        "num_prompts": len(prompts),
+        "num_fit_blocks": _by_regime(to_fit),
+        "num_held_out_blocks": _by_regime(held_out),
+        "num_reaching": {name: _reaching(to_fit, is_greedy) for name, is_greedy in _REGIMES.items()},
+        "temperatures": list(TEMPERATURES),
+        "budget_s": budget_s,
+        "max_tokens": max_tokens,
+        "num_samples": num_samples,
+    }
     if len(to_fit) < MIN_BLOCKS or len(held_out) < MIN_BLOCKS // 4:
         logger.warning(
             "calibration: %d blocks to fit and %d held out within %.0f s, too few (%d and %d); confidences stay as the "
             "drafter gives them; `dspark-trt calibrate` takes longer",
             *(len(to_fit), len(held_out), budget_s, MIN_BLOCKS, MIN_BLOCKS // 4),
         )
-        return neutral(gamma)
-    calibration = fit(to_fit)
+        return neutral(gamma, provenance, lookup)
+    calibration, temperatures = fit(to_fit), fit_temperatures(to_fit)
     return fitted(
         calibration,
-        fit_temperatures(to_fit),
+        temperatures,
         num_fit_blocks=len(to_fit),
         before=qualities(held_out, Calibration.from_temperatures([1.0] * gamma)),
         after=qualities(held_out, calibration),
-        provenance={"num_held_out_blocks": len(held_out), "temperatures": list(TEMPERATURES), "budget_s": budget_s},
+        after_temperatures=qualities(held_out, Calibration.from_temperatures(temperatures)),
+        provenance=provenance,
+        lookup=lookup,
     )
+
+
+def _by_regime(recording: Recording) -> dict[str, int]:
+    return {name: int((recording.is_greedy == is_greedy).sum()) for name, is_greedy in _REGIMES.items()}
+
+
+def _reaching(recording: Recording, is_greedy: bool) -> list[float]:
+    return [round(float(each), 1) for each in reaching(recording.chosen(recording.is_greedy == is_greedy))]
 
 
 def _split(recording: Recording, prompts: Sequence[Prompt]) -> tuple[Recording, Recording]:

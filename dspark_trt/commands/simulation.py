@@ -21,7 +21,7 @@ from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.scheduler import SchedulerConfig, parse_scheduler
 from dspark_trt.runtime.corrections import AcceptanceCorrection, TimeCorrection
 from dspark_trt.runtime.draft_policy import Decoding, DraftChoice, DraftPolicy
-from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler
+from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, survival_of
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.survival_history import SurvivalHistory
 from dspark_trt.steptable.table import StepTable
@@ -150,7 +150,9 @@ class _Deciders:
                 step_ms=self._prices.plain(count, self._context_tokens, 0, last) + drafted_ms,
                 is_greedy=np.ones(len(drafting), dtype=np.bool_),
             )
-            verify_lens[drafting] = self._scheduler.choose(confidence[drafting, : choice.num_slots], offer)
+            drafted = confidence[drafting, : choice.num_slots]
+            verify_lens[drafting] = self._scheduler.choose(drafted, offer)
+            self._scheduler.record(survival_of(drafted), offer)
         num_drafts = int(verify_lens.sum())
         plain = self._prices.plain(count, self._context_tokens, num_drafts, num_drafts)
         return verify_lens, float(plain[0]) + drafted_ms
@@ -165,7 +167,8 @@ class _Deciders:
         count = len(self._rows)
         if self._policy is None:
             everybody = np.full(count, self._max_verify_len > 0)
-            return DraftChoice(self._max_verify_len, everybody, np.zeros(count, dtype=np.bool_))
+            nobody = np.zeros(count, dtype=np.bool_)
+            return DraftChoice(self._max_verify_len, everybody, nobody, nobody)
         return self._policy.choose(
             Decoding(
                 rows=self._rows,

@@ -33,7 +33,7 @@ REALISED_BOUNDS = (0.8, 1.05)
 Seen = TypeVar("Seen")
 
 
-class _Lagged(Generic[Seen]):
+class Lagged(Generic[Seen]):
     """Hands observations on when they are two steps old."""
 
     def __init__(self, apply: Callable[[Seen], None]) -> None:
@@ -56,7 +56,7 @@ class TimeCorrection:
     def __init__(self, *, is_on: bool = True) -> None:
         self._is_on = is_on
         self._log_factors: dict[tuple[Part, int], float] = {}
-        self._lagged: _Lagged[tuple[tuple[Part, int], float]] = _Lagged(self._move)
+        self._lagged: Lagged[tuple[tuple[Part, int], float]] = Lagged(self._move)
 
     def factor(self, part: Part, num_requests: int) -> float:
         """What the table's price of a part is multiplied by."""
@@ -83,7 +83,7 @@ class AcceptanceCorrection:
     def __init__(self, gamma: int, *, is_on: bool = True) -> None:
         self._is_on = is_on
         self.shifts = np.zeros((2, gamma))  # [greedy, sampled] x slot
-        self._lagged: _Lagged[tuple[Floats, Ints, Ints, NDArray[np.bool_]]] = _Lagged(self._move)
+        self._lagged: Lagged[tuple[Floats, Ints, Ints, NDArray[np.bool_]]] = Lagged(self._move)
 
     def observe(self, confidence: Floats, verify_lens: Ints, num_accepted: Ints, is_greedy: NDArray[np.bool_]) -> None:
         """What became of the drafts that were verified. confidence [R, n], the others [R].
@@ -116,7 +116,7 @@ class RealisedGain:
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[float, float]] = {}  # tokens seen, tokens expected
-        self._lagged: _Lagged[tuple[int, float, float]] = _Lagged(self._move)
+        self._lagged: Lagged[tuple[int, float, float]] = Lagged(self._move)
 
     def factor(self, num_requests: int) -> float:
         """What an expectation is worth."""

@@ -16,14 +16,14 @@ are left out first. What drafting steps really brought, against what was expecte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.runtime.corrections import RealisedGain
 from dspark_trt.runtime.prices import StepPrices
-from dspark_trt.runtime.survival_history import NUM_QUANTILES, Ints, SurvivalHistory
+from dspark_trt.runtime.survival_history import NUM_QUANTILES, Floats, Ints, SurvivalHistory
 
 MIN_GAIN = 0.03  # expected throughput must rise by so much before drafting begins
 KEPT_GAIN = 0.01  # and by so much for it to go on
@@ -53,12 +53,13 @@ class DraftChoice:
     num_slots: int  # n; 0: nobody drafts
     is_drafting: NDArray[np.bool_]  # [R]
     is_explored: NDArray[np.bool_]  # [R] drafts in order to learn: verified at its cap
+    is_looking_up: NDArray[np.bool_]  # [R] its drafts are those of its lookup; the drafter makes none for it
     tokens_per_ms: float = 0.0  # expected of the step; 0: nobody drafts
 
     @classmethod
     def nobody(cls, num_requests: int) -> DraftChoice:
         none = np.zeros(num_requests, dtype=np.bool_)
-        return cls(0, none, none)
+        return cls(0, none, none, none)
 
 
 class DraftPolicy:
@@ -84,54 +85,71 @@ class DraftPolicy:
         self._seen_at = np.zeros(num_rows, dtype=np.int64)  # the step in which a row's drafts were verified last
         self._seen_generation = np.full(num_rows, -1, dtype=np.int64)
         self._last: DraftChoice | None = None
+        self._last_promise = np.empty(0)  # [R] drafts expected to survive of each request's block, in that choice
         self._last_key = b""
         self._num_kept = 0
 
-    def choose(self, step: Decoding) -> DraftChoice:
-        """Who drafts in this step, and how many slots."""
+    def choose(self, step: Decoding, lookup_survival: Floats | None = None) -> DraftChoice:
+        """Who drafts in this step, and how many slots. lookup_survival [R, G]: 0 where nothing was found.
+
+        A request takes its lookup, which costs nothing, where that promises more than a block of the drafter.
+        """
         self._num_steps += 1
         num_requests = len(step.rows)
         if not num_requests or not step.caps.any():
             return DraftChoice.nobody(num_requests)
-        choice = self._explore(step, self._best_or_last(step))
-        drafting = choice.is_drafting
-        self._seen_at[step.rows[drafting]] = self._num_steps
-        return choice
+        if lookup_survival is None:
+            lookup_survival = np.zeros((num_requests, 1))
+        found = lookup_survival.sum(axis=1)
+        choice = self._best_or_last(step, lookup_survival)
+        is_better = found > self._last_promise
+        if is_better.any():
+            choice = _without(choice, is_better)
+        choice = self._explore(step, choice, may_explore=~is_better)
+        self._seen_at[step.rows[choice.is_drafting]] = self._num_steps
+        return replace(choice, is_looking_up=(found > 0) & ~choice.is_drafting)
 
     def move_row(self, source: int, destination: int) -> None:
         self._seen_at[destination] = self._seen_at[source]
         self._seen_generation[destination] = self._seen_generation[source]
 
-    def _best_or_last(self, step: Decoding) -> DraftChoice:
+    def _best_or_last(self, step: Decoding, lookup_survival: Floats) -> DraftChoice:
         key = step.generations.tobytes()
         if self._last is None or key != self._last_key or self._num_kept >= MAX_STEPS_BETWEEN_CHOICES:
-            self._last, self._last_key, self._num_kept = self._best(step), key, 0
+            self._last, self._last_key, self._num_kept = self._best(step, lookup_survival), key, 0
+        elif lookup_survival.any():  # what was expected of that step is not expected of this one
+            self._last = replace(self._last, tokens_per_ms=0.0)
         self._num_kept += 1
         return self._last
 
-    def _best(self, step: Decoding) -> DraftChoice:
+    def _best(self, step: Decoding, lookup_survival: Floats) -> DraftChoice:
         """The choice of greatest expected throughput."""
         num_requests, gamma = len(step.rows), self._slot_counts[-1]
         survival = self._history.expected(step.rows, step.generations)[:, :, :gamma]  # [R, Q, G]
         survival *= (np.arange(gamma) < step.caps[:, None])[:, None, :]
-        gains = survival.mean(axis=1)  # [R, G]
-        order = np.argsort(-gains.sum(axis=1), kind="stable")
-        order = order[step.caps[order] > 0]
+        self._last_promise = promise = survival.mean(axis=1).sum(axis=1)
+        order = np.argsort(-promise, kind="stable")
+        order = order[(step.caps > 0)[order] & (lookup_survival.sum(axis=1) <= promise)[order]]
         context = step.context_tokens
         steps_ms = self._prices.plain(num_requests, context, 0, num_requests * gamma)
-        plain = num_requests / float(steps_ms[0])
+        without_drafter = np.append(num_requests, num_requests + np.cumsum(-np.sort(-lookup_survival, axis=None)))
+        without_drafter = without_drafter[: len(steps_ms)]
+        plain = float((without_drafter / steps_ms[: len(without_drafter)]).max())
         was_drafting = self._last is not None and self._last.num_slots > 0
         threshold = plain * (1.0 + (KEPT_GAIN if was_drafting else MIN_GAIN))
         # what is expected is compared by what it has been worth so far
         best, best_slots, best_count = threshold / self.realised.factor(num_requests), 0, 0
         for count in _halved(len(order)):
             chosen = order[:count]
+            looked_up = np.repeat(np.delete(lookup_survival, chosen, axis=0), NUM_QUANTILES)
+            looked_up = looked_up[looked_up > 0]
             pending = int(step.num_pending[chosen].sum())
             host = self._prices.drafting_host(count)
             before = 0.0
             for num_slots in self._slot_counts:
-                values = -np.sort(-survival[chosen, :, :num_slots], axis=None)
+                values = -np.sort(-np.append(survival[chosen, :, :num_slots], looked_up))
                 tokens = num_requests + np.cumsum(values)[NUM_QUANTILES - 1 :: NUM_QUANTILES] / NUM_QUANTILES
+                tokens = tokens[: len(steps_ms) - 1]
                 cost = steps_ms[: len(tokens) + 1] + (self._prices.draft(count, num_slots, context, pending) + host)
                 throughput = self._reached(np.concatenate(([num_requests], tokens)) / cost)
                 if throughput > best:
@@ -143,7 +161,8 @@ class DraftPolicy:
             return DraftChoice.nobody(num_requests)
         is_drafting = np.zeros(num_requests, dtype=np.bool_)
         is_drafting[order[:best_count]] = True
-        return DraftChoice(best_slots, is_drafting, np.zeros(num_requests, dtype=np.bool_), best)
+        none = np.zeros(num_requests, dtype=np.bool_)
+        return DraftChoice(best_slots, is_drafting, none, none, best)
 
     def _reached(self, throughput: NDArray[np.float64]) -> float:
         """What the scheduler gets of the throughputs with 0, 1, 2, ... drafts: it may stop at the first that falls."""
@@ -152,7 +171,7 @@ class DraftPolicy:
         falls = np.flatnonzero(throughput[1:] <= throughput[:-1])
         return float(throughput[falls[0]] if len(falls) else throughput[-1])
 
-    def _explore(self, step: Decoding, choice: DraftChoice) -> DraftChoice:
+    def _explore(self, step: Decoding, choice: DraftChoice, *, may_explore: NDArray[np.bool_]) -> DraftChoice:
         """Add the request whose drafts were seen longest ago, when enough time has been saved up for it."""
         if self._num_steps % STEPS_BETWEEN_LOOKS or choice.is_drafting.all():
             return choice
@@ -165,7 +184,7 @@ class DraftPolicy:
         plain_ms = float(steps_ms[0])
         first_looks = FIRST_LOOK_SHARE * int(is_new.sum()) / len(step.rows)
         self._credit_ms += (EXPLORATION_SHARE * STEPS_BETWEEN_LOOKS + first_looks) * plain_ms
-        idle = np.flatnonzero(~choice.is_drafting & (step.caps > 0))
+        idle = np.flatnonzero(~choice.is_drafting & (step.caps > 0) & may_explore)
         if not len(idle):
             return choice
         explored = int(idle[np.argmin(self._seen_at[step.rows[idle]])])
@@ -183,7 +202,15 @@ class DraftPolicy:
         self._credit_ms -= loss
         is_drafting, is_explored = choice.is_drafting.copy(), choice.is_explored.copy()
         is_drafting[explored] = is_explored[explored] = True
-        return DraftChoice(num_slots, is_drafting, is_explored)
+        return DraftChoice(num_slots, is_drafting, is_explored, choice.is_looking_up)
+
+
+def _without(choice: DraftChoice, is_excluded: NDArray[np.bool_]) -> DraftChoice:
+    """The same choice, but the drafter drafts for none of these."""
+    is_drafting = choice.is_drafting & ~is_excluded
+    if not is_drafting.any():
+        return DraftChoice.nobody(len(is_drafting))
+    return replace(choice, is_drafting=is_drafting)
 
 
 def _halved(count: int) -> list[int]:

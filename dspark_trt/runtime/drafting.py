@@ -1,4 +1,4 @@
-"""The drafter's block: one request for it, and what came of it.
+"""The block of drafts: what is asked of the drafter, what came of it, and what was looked up besides.
 
 Shape letters: `R` requests that draft, `n` slots drafted, `V` vocabulary, `W` draft vocabulary, `A` rows of the block.
 Source: paper section 3.1.
@@ -7,7 +7,7 @@ Source: paper section 3.1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 from dspark_trt.contract.protocol import DraftBatch
 from dspark_trt.runtime.arrays import index_array, take_rows, to_host
 from dspark_trt.runtime.kv import CacheLengths
+from dspark_trt.runtime.lookup import Lookup
 from dspark_trt.runtime.rng import Purpose, uniforms_float32
 from dspark_trt.runtime.sampling import is_greedy, softmax_weights
 from dspark_trt.runtime.state import RequestState
 
 Array = Any  # of the engine's library
+
+NO_TOKEN = -1
 
 
 def draft_batch(states: Sequence[RequestState], context: CacheLengths, num_slots: int) -> DraftBatch:
@@ -63,12 +66,15 @@ class DraftVocabulary:
 
 @dataclass(frozen=True, slots=True)
 class DraftBlock:
-    """The drafts of one step and the distributions they were drawn from."""
+    """The drafts of one step and the distributions they were drawn from.
+
+    The drafter's requests come first; those whose drafts were looked up have neither logits nor confidences.
+    """
 
     draft_ids: NDArray[np.int64]  # [R, n] target ids
-    draft_logits: Array | None  # [R, n, W] float32, before the temperature; None: every draft is an argmax
+    draft_logits: Array | None  # [R_d, n, W] float32, before the temperature; None: every draft is an argmax
     temperatures: NDArray[np.float32]  # [R], as they were drawn with; 0: argmax
-    confidence_logits: NDArray[np.float32]  # [R, n]
+    confidence_logits: NDArray[np.float32]  # [R_d, n]
     num_usable: NDArray[np.int64]  # [R], drafts before the first id outside the vocabulary
     vocabulary: DraftVocabulary | None = None
 
@@ -113,4 +119,26 @@ def draft_block(
         confidence_logits=to_host(confidence_logits),
         num_usable=np.cumprod(is_token, axis=1, dtype=np.int64).sum(axis=1),
         vocabulary=vocabulary,
+    )
+
+
+def with_lookups(block: DraftBlock | None, lookups: Sequence[Lookup]) -> DraftBlock | None:
+    """The drafter's block, and behind it one row for each lookup, as if an argmax had drafted it; shorter rows end in
+    ids that are no tokens. None where there is neither."""
+    if not lookups:
+        return block
+    num_drafted, num_drafted_slots = (0, 0) if block is None else block.draft_ids.shape
+    lengths = [len(lookup.draft_ids) for lookup in lookups]
+    draft_ids = np.full((num_drafted + len(lookups), max([num_drafted_slots, *lengths])), NO_TOKEN, dtype=np.int64)
+    for row, lookup in enumerate(lookups, start=num_drafted):
+        draft_ids[row, : len(lookup.draft_ids)] = lookup.draft_ids
+    if block is None:
+        nothing = np.empty((0, 0), dtype=np.float32)
+        return DraftBlock(draft_ids, None, np.zeros(len(lookups), np.float32), nothing, np.array(lengths))
+    draft_ids[:num_drafted, :num_drafted_slots] = block.draft_ids
+    return replace(
+        block,
+        draft_ids=draft_ids,
+        temperatures=np.concatenate((block.temperatures, np.zeros(len(lookups), np.float32))),
+        num_usable=np.concatenate((block.num_usable, lengths)),
     )

@@ -239,11 +239,13 @@ class EngineCalls:
         record = self.record
         record.num_requests, record.num_prefill_tokens = len(plan.decode), plan.num_prefill_tokens
         record.num_drafting, record.num_explored = plan.num_drafting, int(plan.is_explored.sum())
+        record.num_looking_up = len(plan.lookups)
+        record.num_drafts_proposed += sum(len(lookup.draft_ids) for lookup in plan.lookups)
         record.num_drafts_verified = num_drafts
         record.batch_tokens = record.num_prefill_tokens + record.num_requests + num_drafts
 
     def _record_draft(self, states: Sequence[RequestState], block: DraftBlock) -> None:
-        self.record.num_drafts_proposed = block.draft_ids.size
+        self.record.num_drafts_proposed += block.draft_ids.size
         for state in states:
             state.statistics.draft_ms += self.record.draft_ms
 

@@ -14,18 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine, TargetOutput
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.corrections import TimeCorrection
 from dspark_trt.runtime.draft_policy import Decoding, DraftChoice
-from dspark_trt.runtime.drafting import DraftBlock
+from dspark_trt.runtime.drafting import DraftBlock, with_lookups
 from dspark_trt.runtime.emission import Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.request import GenerationRequest, validate
+from dspark_trt.runtime.sampling import is_greedy
 from dspark_trt.runtime.scheduling import Scheduling
 from dspark_trt.runtime.slots import Slots
 from dspark_trt.runtime.state import Phase, RequestState, new_state
@@ -55,6 +57,7 @@ class DecodingLoop:
         step_engine: StepEngine | None = None,
         step_table: StepTable | None,
         calibration: Calibration,
+        lookup: LookupAcceptance | None = None,
         eos_token_ids: Sequence[int],
         decode: Decode,
         scheduler: SchedulerConfig,
@@ -62,14 +65,16 @@ class DecodingLoop:
         on_verified: OnVerified | None = None,
     ) -> None:
         """`step_table` may be None where the mode prices no steps.
-        Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `step_engine`, over these very
+        Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `lookup`: drafts may be copied
+        from a request's own text, at most as many as `calibration` has slots; in mode auto beside the drafter, in every
+        mode without one. `step_engine`, over these very
         engines, drafts and verifies in one call; only mode lagged_budget knows early enough how much is verified.
         max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
         on_verified: called with every step's segments, logits and block before anything is accepted; it only looks.
 
         Raises RecipeError and CapacityError when the parts do not fit each other.
         """
-        self._gamma = 0 if drafter is None else drafter.gamma
+        self._gamma = drafter.gamma if drafter is not None else calibration.gamma if lookup is not None else 0
         if self._gamma and calibration.gamma != self._gamma:
             raise RecipeError(f"calibration: expected {self._gamma} slots, found {calibration.gamma}")
         self._max_verify_len = scheduler.max_verify_len(self._gamma)
@@ -89,6 +94,8 @@ class DecodingLoop:
                 table=step_table,
                 num_rows=limits.max_slots,
                 selects_on_device=step_engine is not None,
+                lookup=lookup,
+                has_drafter=drafter is not None,
             )
         self._prices = None if step_table is None else StepPrices(step_table, TimeCorrection(is_on=False))
         is_selected_on_device = self._scheduling is not None and self._scheduling.config.mode == "lagged_budget"
@@ -131,7 +138,11 @@ class DecodingLoop:
         if request.request_id in self._states:
             raise RequestError(f"request_id: {request.request_id!r} is in use; wait for its end or choose another")
         state = new_state(
-            request, max_seq_len=self._limits.max_seq_len, eos_token_ids=self._eos_token_ids, decode=self._decode
+            request,
+            max_seq_len=self._limits.max_seq_len,
+            eos_token_ids=self._eos_token_ids,
+            decode=self._decode,
+            looks_up=self._scheduling is not None and self._scheduling.looks_up,
         )
         self._states[request.request_id] = state
         self._queue.append(state)
@@ -173,7 +184,7 @@ class DecodingLoop:
         if self._engines.step_engine and plan.num_drafting:
             block, segments, output = self._draft_and_verify(plan)
         else:
-            block = self._engines.draft(plan.drafting, plan.num_slots)
+            block = with_lookups(self._engines.draft(plan.drafting, plan.num_slots), plan.lookups)
             segments, output = self._engines.verify(plan, self._verify_lens(plan, block), block)
         if self._on_verified is not None:
             self._on_verified(segments, output.logits, block)
@@ -224,6 +235,7 @@ class DecodingLoop:
             max_stretch=self._max_stretch,
         )
         choice = DraftChoice.nobody(len(decode))
+        lookups = [state.look_up(cap) if cap > 0 else None for state, cap in zip(decode, caps.tolist(), strict=True)]
         if self._scheduling is not None:
             self._scheduling.begin_step()
             choice = self._scheduling.who_drafts(
@@ -233,19 +245,22 @@ class DecodingLoop:
                     caps=caps,
                     num_pending=self._engines.num_pending(decode),
                     context_tokens=context_tokens,
-                )
+                ),
+                lookups,
+                [is_greedy(state.params.temperature) for state in decode],
             )
         plan = plan_step(
             decode,
             prompts,
             choice=choice,
             caps=caps,
+            lookups=lookups,
             max_batch_tokens=self._limits.max_batch_tokens,
             max_prefill_tokens=prefill_room,
             context_tokens=context_tokens,
         )
         for index, state in enumerate(plan.decode):
-            state.draw_words(num_slots=1 + (plan.num_slots if index < plan.num_drafting else 0))
+            state.draw_words(num_slots=1 + plan.num_proposed(index))
         for chunk in plan.prefill:
             chunk.state.draw_words(num_slots=1)
         return plan

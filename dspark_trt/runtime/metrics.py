@@ -18,7 +18,7 @@ class RequestStatistics:
 
     num_prompt_tokens: int
     num_generated_tokens: int = 0
-    num_drafts_proposed: int = 0  # made by the drafter: gamma for every block
+    num_drafts_proposed: int = 0  # by the drafter or looked up
     num_drafts_verified: int = 0
     num_drafts_accepted: int = 0  # and kept: what an EOS or a stop string cut off is not counted
     accepted_lens: list[int] = field(default_factory=list)  # tokens emitted by the step, its bonus included
@@ -76,7 +76,8 @@ class StepRecord:
     num_requests: int = 0  # R: requests that decode
     num_prefill_tokens: int = 0
     batch_tokens: int = 0  # B: prefill tokens + sum(1 + verify_len)
-    num_drafting: int = 0  # requests that drafted
+    num_drafting: int = 0  # requests that the drafter drafted for
+    num_looking_up: int = 0  # requests whose drafts were copied from their own text
     num_explored: int = 0  # of these, in order to learn
     num_ingested_tokens: int = 0
     num_drafts_proposed: int = 0
@@ -105,6 +106,7 @@ class LoopTotals:
     num_steps: int = 0
     num_steps_not_drafting: int = 0  # of those in which a request decoded
     num_requests_not_drafting: int = 0  # summed over steps
+    num_requests_looking_up: int = 0  # of these, with drafts copied from their own text
     num_prefill_tokens: int = 0
     num_drafts_proposed: int = 0
     num_drafts_verified: int = 0
@@ -115,6 +117,7 @@ class LoopTotals:
         self.num_steps += 1
         self.num_steps_not_drafting += record.num_requests > 0 and record.num_drafting == 0
         self.num_requests_not_drafting += record.num_requests - record.num_drafting
+        self.num_requests_looking_up += record.num_looking_up
         self.num_prefill_tokens += record.num_prefill_tokens
         self.num_drafts_proposed += record.num_drafts_proposed
         self.num_drafts_verified += record.num_drafts_verified

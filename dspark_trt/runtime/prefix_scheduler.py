@@ -68,7 +68,10 @@ def _throughput(values: Floats, num_tokens: float, step_ms: Floats) -> Floats:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a step could verify, of the requests that draft: all of it is fixed before anything is drafted."""
+    """What a step could verify, of the requests that have drafts: all of it is fixed before anything is drafted.
+
+    Those that the drafter drafts for come first.
+    """
 
     rows: Ints  # [R] KV rows
     generations: Ints  # [R] of their occupants
@@ -77,6 +80,11 @@ class Offer:
     num_requests: int  # requests that decode, those that do not draft included
     step_ms: Floats | None  # [1 + sum(caps)] of the step with so many drafts verified; for the adaptive modes
     is_greedy: NDArray[np.bool_]  # [R] which line of the calibration holds
+    lookup_survival: Floats | None = None  # [R of those that look up, G], known beforehand; None: all draft
+
+    @property
+    def num_drafting(self) -> int:
+        return len(self.rows) - (0 if self.lookup_survival is None else len(self.lookup_survival))
 
     @property
     def free_caps(self) -> Ints:
@@ -118,6 +126,10 @@ class PrefixScheduler:
         self._conditional = expected_survival / np.concatenate(([1.0], np.maximum(expected_survival[:-1], 1e-6)))
 
     @property
+    def gamma(self) -> int:
+        return self._calibration.gamma
+
+    @property
     def temperatures(self) -> Floats:
         """T_j [G] of requests that sample: what a device ranks by."""
         return 1.0 / np.asarray(self._calibration.sampled.slopes)
@@ -127,7 +139,7 @@ class PrefixScheduler:
         return self._calibration.confidence(block.confidence_logits, is_greedy, self._acceptance.shifts)
 
     def choose(self, confidence: Floats, offer: Offer) -> Ints:
-        """verify_len [R] of the requests that drafted. confidence [R, n]."""
+        """verify_len [R] of the requests that have drafts. confidence [R, n]."""
         if self.config.mode in ("off", "fixed"):
             return offer.caps.copy()
         if self.config.mode == "threshold":
@@ -139,24 +151,30 @@ class PrefixScheduler:
         requests, values = admission_order(fresh, offer.free_caps)
         if self.config.mode == "lagged_budget":
             num_admitted = self.budget(offer)
-        else:
+        elif offer.num_drafting:
             num_admitted = early_stop_count(values, *offer.price(fresh))
-        self.record(fresh, offer)
+        else:  # nothing is fresh: what is known of lookups was known before
+            num_admitted = best_count(values, *offer.price(fresh))
         admitted = np.bincount(requests[:num_admitted], minlength=len(offer.caps))
         return np.where(offer.is_forced, offer.caps, admitted)
 
     def budget(self, offer: Offer) -> int:
         """K of `lagged_budget`: drafts that are admitted besides the forced ones.
         Reads nothing of this step's block."""
-        stale = self._history.stale(offer.rows, offer.generations)
+        drafting = slice(offer.num_drafting)
+        stale = self._history.stale(offer.rows[drafting], offer.generations[drafting])
+        if offer.lookup_survival is not None:
+            stale = np.concatenate((stale, offer.lookup_survival))
         _, values = admission_order(stale, offer.free_caps)
         return best_count(values, *offer.price(stale))
 
     def record(self, fresh: Floats, offer: Offer) -> None:
-        """Hand in this step's survivals [R, n]; slots behind n are taken to survive as they do on average."""
-        num_slots = fresh.shape[1]
+        """Hand in this step's survivals [R of those that drafted, n]; slots behind n are taken to survive as they do on
+        average."""
+        num_slots, drafting = fresh.shape[1], slice(offer.num_drafting)
         behind = fresh[:, -1:] * np.cumprod(self._conditional[num_slots:])
-        self._history.record(offer.rows, offer.generations, np.concatenate((fresh, behind), axis=1))
+        survival = np.concatenate((fresh, behind), axis=1)
+        self._history.record(offer.rows[drafting], offer.generations[drafting], survival)
         self._is_recorded = True
 
     def advance(self) -> None:

@@ -13,15 +13,19 @@ from numpy.typing import NDArray
 
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.drafter_form import slot_counts
+from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.acceptance import Acceptance
 from dspark_trt.runtime.corrections import AcceptanceCorrection, TimeCorrection
 from dspark_trt.runtime.draft_policy import Decoding, DraftChoice, DraftPolicy
 from dspark_trt.runtime.drafting import DraftBlock
+from dspark_trt.runtime.lookup import Lookup
+from dspark_trt.runtime.lookup_survival import LookupOffer, LookupSurvival
 from dspark_trt.runtime.metrics import StepRecord
 from dspark_trt.runtime.prefix_scheduler import PrefixScheduler, survival_of
 from dspark_trt.runtime.prices import StepPrices
+from dspark_trt.runtime.sampling import is_greedy
 from dspark_trt.runtime.step_plan import StepPlan
 from dspark_trt.runtime.survival_history import SurvivalHistory
 from dspark_trt.runtime.verification import Segment, offer_drafts
@@ -41,8 +45,13 @@ class Scheduling:
         table: StepTable | None,
         num_rows: int,
         selects_on_device: bool,
+        lookup: LookupAcceptance | None = None,
+        has_drafter: bool = True,
     ) -> None:
-        """Raises RecipeError when a mode lacks its step table, or verifies more than the drafter proposes."""
+        """`lookup`: drafts may be copied from a request's own text, in mode auto and where there is no drafter.
+
+        Raises RecipeError when a mode lacks its step table, or verifies more than the drafter proposes.
+        """
         if config.is_adaptive and table is None:
             raise RecipeError(f"scheduler {config.mode!r}: expected a step table, found none; use mode 'fixed'")
         gamma = calibration.gamma
@@ -54,8 +63,12 @@ class Scheduling:
         self.acceptance = AcceptanceCorrection(gamma, is_on=config.corrects)
         self.prices = None if table is None else StepPrices(table, self.times)
         history = SurvivalHistory(num_rows=num_rows, gamma=gamma, prior=calibration.expected_survival)
+        self._has_drafter = has_drafter
+        self._lookup_survival: LookupSurvival | None = None
+        if lookup is not None and not selects_on_device and (config.mode == "auto" or not has_drafter):
+            self._lookup_survival = LookupSurvival(lookup, num_rows=num_rows, gamma=gamma, corrects=config.corrects)
         self._policy = None
-        if config.mode == "auto" and self.prices is not None:
+        if config.mode == "auto" and has_drafter and self.prices is not None:
             counts = (gamma,) if selects_on_device else slot_counts(gamma)
             self._policy = DraftPolicy(
                 self.prices,
@@ -73,34 +86,89 @@ class Scheduling:
         )
         self._max_verify_len = self.config.max_verify_len(gamma)
         self._confidence: NDArray[np.float64] | None = None
+        self._lookups: LookupOffer | None = None
         self._choice: DraftChoice | None = None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether drafts may be copied from a request's own text."""
+        return self._lookup_survival is not None
 
     def begin_step(self) -> None:
         """What was seen two steps ago counts from now on."""
         self.times.advance()
         self.acceptance.advance()
         self.prefixes.advance()
+        if self._lookup_survival is not None:
+            self._lookup_survival.advance()
         if self._policy is not None:
             self._policy.realised.advance()
         self._confidence = None
+        self._lookups = None
         self._choice = None
 
-    def who_drafts(self, decoding: Decoding) -> DraftChoice:
-        """Fixed before anything is drafted."""
+    def who_drafts(
+        self, decoding: Decoding, lookups: Sequence[Lookup | None] = (), are_greedy: Sequence[bool] = ()
+    ) -> DraftChoice:
+        """Fixed before anything is drafted. lookups, are_greedy [R]; empty where nobody looks up."""
+        nobody = np.zeros(len(decoding.rows), dtype=np.bool_)
+        is_found = np.array([lookup is not None for lookup in lookups] or nobody, dtype=np.bool_)
         if self._policy is not None:
-            self._choice = self._policy.choose(decoding)
+            self._choice = self._policy.choose(decoding, self._survival_of_lookups(decoding, lookups, are_greedy))
             return self._choice
-        everybody = np.ones(len(decoding.rows), dtype=np.bool_)
-        return DraftChoice(self._max_verify_len, everybody, ~everybody)
+        if not self._has_drafter:
+            return DraftChoice(0, nobody, nobody, is_found)
+        return DraftChoice(self._max_verify_len, ~nobody, nobody, nobody)
+
+    def _survival_of_lookups(
+        self, decoding: Decoding, lookups: Sequence[Lookup | None], are_greedy: Sequence[bool]
+    ) -> NDArray[np.float64] | None:
+        """[R, G], 0 where nothing was found; None: nobody found anything."""
+        found = [index for index, lookup in enumerate(lookups) if lookup is not None]
+        if self._lookup_survival is None or not found:
+            return None
+        offer = LookupOffer.of(
+            [lookup for lookup in lookups if lookup is not None],
+            decoding.rows[found].tolist(),
+            decoding.generations[found].tolist(),
+            [are_greedy[index] for index in found],
+        )
+        survival = np.zeros((len(lookups), self.prefixes.gamma))
+        survival[found] = survival_of(self._lookup_survival.confidence(offer))
+        return np.where(np.arange(survival.shape[1]) < decoding.caps[:, None], survival, 0.0)
 
     def verify_lens(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
         """verify_len of every request that decodes, [R]."""
         verify_lens = np.zeros(len(plan.decode), dtype=np.int64)
-        if block is not None:
-            offer = offer_drafts(plan, self.prices, block.num_usable)
-            self._confidence = self.prefixes.confidence(block, offer.is_greedy)
-            verify_lens[: plan.num_drafting] = self.prefixes.choose(self._confidence, offer)
+        if block is None:
+            return verify_lens
+        looked_up = self._confidence_of_lookups(plan)
+        survival = None if looked_up is None else survival_of(looked_up)
+        offer = offer_drafts(plan, self.prices, block.num_usable, survival)
+        self._confidence = self.prefixes.confidence(block, offer.is_greedy[: plan.num_drafting])
+        confidence = self._confidence
+        if looked_up is not None:
+            num_slots = block.draft_ids.shape[1]
+            confidence = np.zeros((plan.num_drafting, num_slots))
+            confidence[:, : block.confidence_logits.shape[1]] = self._confidence
+            confidence = np.concatenate((confidence, looked_up[:, :num_slots]))
+        verify_lens[: plan.num_offering] = self.prefixes.choose(confidence, offer)
+        if self.config.is_adaptive and plan.num_drafting:
+            self.prefixes.record(survival_of(self._confidence), offer)
         return verify_lens
+
+    def _confidence_of_lookups(self, plan: StepPlan) -> NDArray[np.float64] | None:
+        """[R of those that look up, G]; None: nobody does."""
+        if self._lookup_survival is None or not plan.lookups:
+            return None
+        states = plan.offering[plan.num_drafting :]
+        self._lookups = LookupOffer.of(
+            plan.lookups,
+            [state.row for state in states],
+            [state.generation for state in states],
+            [is_greedy(state.params.temperature) for state in states],
+        )
+        return self._lookup_survival.confidence(self._lookups)
 
     def record_selected(self, plan: StepPlan, block: DraftBlock) -> None:
         """A device chose among the drafts of `block`: its confidences count from the step after the next one on."""
@@ -110,17 +178,16 @@ class Scheduling:
 
     def learn(self, plan: StepPlan, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """What became of this step's drafts; seen by decisions two steps later."""
-        if self._confidence is None or not plan.num_drafting:
-            return
-        drafting = segments[: plan.num_drafting]
-        outcomes = results[: plan.num_drafting]
-        offer = offer_drafts(plan, None)
-        self.acceptance.observe(
-            self._confidence,
-            np.array([len(segment.draft_ids) for segment in drafting], dtype=np.int64),
-            np.array([result.num_accepted_drafts for result in outcomes], dtype=np.int64),
-            offer.is_greedy,
-        )
+        verified = np.array([len(segment.draft_ids) for segment in segments[: plan.num_offering]], dtype=np.int64)
+        accepted = np.array([each.num_accepted_drafts for each in results[: plan.num_offering]], dtype=np.int64)
+        drafting = slice(plan.num_drafting)
+        if self._confidence is not None and plan.num_drafting:
+            greedy = [is_greedy(state.params.temperature) for state in plan.drafting]
+            self.acceptance.observe(self._confidence, verified[drafting], accepted[drafting], np.array(greedy))
+        if self._lookup_survival is not None and self._lookups is not None:
+            looking_up = slice(plan.num_drafting, plan.num_offering)
+            confidence = self._lookup_survival.confidence(self._lookups)
+            self._lookup_survival.observe(self._lookups, confidence, verified[looking_up], accepted[looking_up])
 
     def price(self, plan: StepPlan, record: StepRecord) -> None:
         """Write what this step was expected to take into its record, and learn from what it took."""
@@ -148,6 +215,8 @@ class Scheduling:
         self.prefixes.move_row(source, destination)
         if self._policy is not None:
             self._policy.move_row(source, destination)
+        if self._lookup_survival is not None:
+            self._lookup_survival.move_row(source, destination)
 
 
 def _mode_for(table: StepTable, selects_on_device: bool) -> SchedulerMode:

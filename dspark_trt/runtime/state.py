@@ -19,6 +19,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.runtime.lookup import Lookup, TokenIndex
 from dspark_trt.runtime.metrics import RequestStatistics
 from dspark_trt.runtime.request import MAX_SEED, GenerationRequest, SamplingParams
 from dspark_trt.runtime.rng import RngKey, random_words, request_key
@@ -57,6 +58,8 @@ class RequestState:
     words: NDArray[np.uint64] = field(
         default_factory=lambda: np.empty((0, 4), dtype=np.uint64)
     )  # this step's randomness
+    looks_up: bool = False  # whether drafts may be copied from its own text
+    token_index: TokenIndex | None = None  # of prompt and generated tokens
 
     @property
     def num_generated(self) -> int:
@@ -107,6 +110,14 @@ class RequestState:
         """A token was generated: it is the anchor of the next step."""
         self.statistics.num_generated_tokens += 1
         self.anchor_id = token_id
+        if self.looks_up:
+            if self.token_index is None:
+                self.token_index = TokenIndex(self.prompt_ids.tolist())
+            self.token_index.append(token_id)
+
+    def look_up(self, num_drafts: int) -> Lookup | None:
+        """Drafts copied from the request's own text; None: it has no match, or does not look up."""
+        return None if self.token_index is None else self.token_index.look_up(num_drafts)
 
     def next_step(self) -> None:
         """A step gave tokens: the next one draws other random words."""
@@ -127,7 +138,12 @@ class RequestState:
 
 
 def new_state(
-    request: GenerationRequest, *, max_seq_len: int, eos_token_ids: tuple[int, ...], decode: Decode
+    request: GenerationRequest,
+    *,
+    max_seq_len: int,
+    eos_token_ids: tuple[int, ...],
+    decode: Decode,
+    looks_up: bool = False,
 ) -> RequestState:
     """A queued request. `request` has passed `validate`.
 
@@ -156,4 +172,5 @@ def new_state(
         ),
         statistics=RequestStatistics(num_prompt_tokens=len(prompt_ids)),
         submitted_at=time.perf_counter(),
+        looks_up=looks_up and request.max_verify_len != 0,
     )

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.runtime.draft_policy import DraftChoice
+from dspark_trt.runtime.lookup import Lookup
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.state import RequestState
 
@@ -36,20 +37,37 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    decode: list[RequestState]  # [R], those that draft first
-    caps: NDArray[np.int64]  # [R] drafts verified at most; 0: does not draft
+    decode: list[RequestState]  # [R], those that draft first, then those whose drafts were looked up
+    caps: NDArray[np.int64]  # [R] drafts verified at most; 0: has none
+    lookups: list[Lookup]  # of the requests behind those that draft
     is_explored: NDArray[np.bool_]  # [R] drafts in order to learn: verified at its cap
     num_slots: int  # n of the block that is drafted
     prefill: list[PrefillChunk]
     context_tokens: float  # mean of the positions that the requests of the step hold
 
     @property
-    def num_drafting(self) -> int:
+    def num_offering(self) -> int:
+        """Requests that have drafts."""
         return int(np.count_nonzero(self.caps))
+
+    @property
+    def num_drafting(self) -> int:
+        """Requests that the drafter drafts for."""
+        return self.num_offering - len(self.lookups)
 
     @property
     def drafting(self) -> list[RequestState]:
         return self.decode[: self.num_drafting]
+
+    @property
+    def offering(self) -> list[RequestState]:
+        return self.decode[: self.num_offering]
+
+    def num_proposed(self, index: int) -> int:
+        """Drafts made for decode[index]."""
+        if index < self.num_drafting:
+            return self.num_slots
+        return len(self.lookups[index - self.num_drafting].draft_ids) if index < self.num_offering else 0
 
     @property
     def states(self) -> list[RequestState]:
@@ -94,24 +112,29 @@ def plan_step(
     *,
     choice: DraftChoice,
     caps: NDArray[np.int64],
+    lookups: Sequence[Lookup | None] = (),
     max_batch_tokens: int,
     max_prefill_tokens: int,
     context_tokens: float = 0.0,
 ) -> StepPlan:
-    """Share the token budget. caps [R]: what each request may verify at most; `choice` says who drafts.
+    """Share the token budget. caps [R]: what each request may verify at most; `choice` says who drafts, and who takes
+    the drafts of its entry in `lookups` [R].
 
     At most max_prefill_tokens go to prompts, so that those that decode are not held up.
     """
     wanted = np.where(choice.is_drafting, np.minimum(caps, choice.num_slots), 0)
+    wanted = np.where(choice.is_looking_up, caps, wanted)
     room = max_batch_tokens - len(decode)
     num_unfilled = min(sum(state.num_unfilled for state in prompts), max_prefill_tokens)
     num_prefill_tokens = min(num_unfilled, max(room - int(wanted.sum()), (room + 1) // 2))
     levelled = level_down(wanted, room - num_prefill_tokens)
-    drafting_first = np.argsort(levelled == 0, kind="stable")
+    order = np.argsort(np.where(levelled == 0, 2, np.where(choice.is_looking_up, 1, 0)), kind="stable")
+    looking_up = [index for index in order.tolist() if levelled[index] and choice.is_looking_up[index]]
     return StepPlan(
-        decode=[decode[index] for index in drafting_first],
-        caps=levelled[drafting_first],
-        is_explored=choice.is_explored[drafting_first],
+        decode=[decode[index] for index in order],
+        caps=levelled[order],
+        lookups=[lookup for index in looking_up if (lookup := lookups[index]) is not None],
+        is_explored=choice.is_explored[order],
         num_slots=choice.num_slots,
         prefill=_chunks(prompts, num_prefill_tokens),
         context_tokens=context_tokens,

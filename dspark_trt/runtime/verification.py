@@ -31,26 +31,32 @@ class Segment:
     first_logit: int | None  # its first logit row; None: a prompt chunk with more to come
     draft_ids: list[int]  # x_1 .. x_verify_len, behind the anchor; those before the first that is no token
     block_row: int  # its row of the draft block, where it drafted
-    num_proposed: int  # drafts that were made for it: gamma or 0
+    num_proposed: int  # drafts that were made for it
     is_prefill: bool = False
 
 
-def offer_drafts(plan: StepPlan, prices: StepPrices | None, num_usable: NDArray[np.int64] | None = None) -> Offer:
-    """What the planned step could verify. num_usable [R of those that draft]:
-    usable drafts, where the block is known."""
-    drafting = plan.drafting
-    caps = plan.caps[: len(drafting)]
+def offer_drafts(
+    plan: StepPlan,
+    prices: StepPrices | None,
+    num_usable: NDArray[np.int64] | None = None,
+    lookup_survival: NDArray[np.float64] | None = None,
+) -> Offer:
+    """What the planned step could verify. num_usable [R of those that have drafts]:
+    usable drafts, where the block is known. lookup_survival [R of those that look up, G]."""
+    offering = plan.offering
+    caps = plan.caps[: len(offering)]
     if num_usable is not None:
         caps = np.minimum(caps, num_usable)
-    has_equal_key = np.array([state.has_equal_key for state in drafting], dtype=np.bool_)
+    has_equal_key = np.array([state.has_equal_key for state in offering], dtype=np.bool_)
     return Offer(
-        rows=np.array([state.row for state in drafting], dtype=np.int64),
-        generations=np.array([state.generation for state in drafting], dtype=np.int64),
+        rows=np.array([state.row for state in offering], dtype=np.int64),
+        generations=np.array([state.generation for state in offering], dtype=np.int64),
         caps=caps,
-        is_forced=has_equal_key | plan.is_explored[: len(drafting)],
+        is_forced=has_equal_key | plan.is_explored[: len(offering)],
         num_requests=len(plan.decode),
         step_ms=None if prices is None else plan.step_ms(prices, int(caps.sum())),
-        is_greedy=np.array([is_greedy(state.params.temperature) for state in drafting], dtype=np.bool_),
+        is_greedy=np.array([is_greedy(state.params.temperature) for state in offering], dtype=np.bool_),
+        lookup_survival=lookup_survival,
     )
 
 
@@ -66,7 +72,6 @@ def pack(
     token_ids: list[int] = []
     logit_rows: list[int] = []
     segments = []
-    num_drafting = plan.num_drafting
     for index, (state, verify_len) in enumerate(zip(plan.decode, verify_lens.tolist(), strict=True)):
         draft_ids = block.draft_ids[index, :verify_len].tolist() if block is not None and verify_len else []
         first_token, first_logit = len(token_ids), len(logit_rows)
@@ -74,7 +79,7 @@ def pack(
         logit_rows += range(first_token, len(token_ids))
         if block is not None and draft_ids:
             draft_ids = draft_ids[: block.num_usable[index]]
-        num_proposed = block.draft_ids.shape[1] if block is not None and index < num_drafting else 0
+        num_proposed = plan.num_proposed(index) if block is not None else 0
         segments.append(Segment(state, first_token, 1 + verify_len, first_logit, draft_ids, index, num_proposed))
     for chunk in plan.prefill:
         state, first_token, begin = chunk.state, len(token_ids), chunk.state.num_prefilled

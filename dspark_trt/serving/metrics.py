@@ -51,15 +51,21 @@ _COUNTERS: tuple[tuple[str, str, dict[str, str], Callable[[LoopTotals], float]],
     ),
     (
         "dspark_steps_without_drafts_total",
-        "Steps in which requests decoded and none drafted",
+        "Steps in which requests decoded and the drafter drafted for none",
         {},
         lambda totals: totals.num_steps_not_drafting,
     ),
     (
         "dspark_request_steps_without_drafts_total",
-        "Requests that decoded in a step without drafting, summed over steps",
+        "Requests that decoded in a step and that the drafter did not draft for, summed over steps",
         {},
         lambda totals: totals.num_requests_not_drafting,
+    ),
+    (
+        "dspark_request_steps_with_lookup_total",
+        "Requests whose drafts were copied from their own text, summed over steps",
+        {},
+        lambda totals: totals.num_requests_looking_up,
     ),
 )
 _HISTOGRAMS = {

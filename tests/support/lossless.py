@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from scipy.stats import chisquare
 
+from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.steptable.table import StepTable
@@ -73,16 +74,19 @@ def sample(
     eos: tuple[int, ...] = (),
     num_samples: int = NUM_SAMPLES,
     fused: bool = False,
+    lookup: LookupAcceptance | None = None,
+    has_drafter: bool = True,
 ) -> list[tuple[int, ...]]:
     """Outputs of `num_samples` requests with seeds 0, 1, 2 …, among others that only make rows and loads change.
 
     duplicates: every request has a second one of the same seed, prompt and length beside it, whose output is not
-    counted. fused: a step engine drafts, selects and verifies.
+    counted. fused: a step engine drafts, selects and verifies. lookup: drafts may be copied from a request's own text.
     """
     target = ToyTarget(LANGUAGE, LIMITS)
     drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence, draft_vocab=draft_vocab)
     step_engine = ToyStepEngine(target, drafter) if fused else None
-    loop = make_loop(target, drafter, config, table=table, eos_token_ids=eos, step_engine=step_engine)
+    drafts = drafter if has_drafter else None
+    loop = make_loop(target, drafts, config, table=table, eos_token_ids=eos, step_engine=step_engine, lookup=lookup)
     requests = []
     for seed in range(num_samples):
         counted = SamplingParams(seed=seed, **params)
@@ -97,6 +101,8 @@ def sample(
     assert loop.totals.num_rows_moved > num_samples / 10, "slots churn"
     if config.mode != "off":
         assert loop.totals.num_drafts_verified > 0
+    if lookup is not None:
+        assert loop.totals.num_requests_looking_up > 0
     if step_engine is not None:
         assert step_engine.num_calls["draft_and_verify"] == drafter.num_calls["draft"], "the step engine drafts, always"
     return [tuple(outputs[f"counted-{seed}"].token_ids) for seed in range(num_samples)]

@@ -9,7 +9,7 @@ import numpy as np
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.corrections import AcceptanceCorrection
-from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler
+from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, survival_of
 from dspark_trt.runtime.survival_history import SurvivalHistory
 
 
@@ -31,4 +31,7 @@ class LogitScheduler:
     def choose(self, logits: np.ndarray, offer: Offer) -> np.ndarray:
         """One step."""
         self.prefixes.advance()
-        return self.prefixes.choose(self.calibration.confidence(logits, offer.is_greedy), offer)
+        confidence = self.calibration.confidence(logits, offer.is_greedy)
+        verify_lens = self.prefixes.choose(confidence, offer)
+        self.prefixes.record(survival_of(confidence), offer)
+        return verify_lens

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import (
     DraftBatch,
     DraftOutput,
@@ -324,15 +325,19 @@ def make_loop(
     decode: Callable[[Sequence[int]], str] = letters,
     step_engine: StepEngine | None = None,
     calibration: Calibration | None = None,
+    lookup: LookupAcceptance | None = None,
+    num_lookup_drafts: int = 4,
     on_verified: OnVerified | None = None,
 ) -> DecodingLoop:
-    """`calibration` is neutral where none is given."""
+    """`calibration` is neutral where none is given; num_lookup_drafts: where nothing but `lookup` drafts."""
+    num_slots = drafter.gamma if drafter else num_lookup_drafts if lookup else 0
     return DecodingLoop(
         target=target,
         drafter=drafter,
         step_engine=step_engine,
         step_table=table,
-        calibration=calibration or Calibration.from_temperatures([1.0] * (drafter.gamma if drafter else 0)),
+        calibration=calibration or Calibration.from_temperatures([1.0] * num_slots),
+        lookup=lookup,
         on_verified=on_verified,
         eos_token_ids=eos_token_ids,
         decode=decode,

@@ -78,7 +78,9 @@ def test_a_calibration_says_what_it_was_fitted_and_measured_on() -> None:
     found = calibrate(Loops(), encode, PROMPTS, gamma=GAMMA, budget_s=60.0, max_seq_len=64)
     assert found.kind == "fitted"
     assert len(found.before) == len(found.after) == GAMMA
-    assert found.num_fit_blocks > 2 * found.provenance["num_held_out_blocks"] > 0
+    to_fit, held_out = (sum(found.provenance[f"num_{part}_blocks"].values()) for part in ("fit", "held_out"))
+    assert found.num_fit_blocks == to_fit > 2 * held_out > 0
+    assert found.before[0]["num_blocks"] == held_out
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:2], []])
@@ -88,6 +90,19 @@ def test_few_prompts_leave_confidences_as_they_are_and_say_so(
     found = calibrate(Loops(), encode, prompts, gamma=GAMMA, budget_s=60.0, max_seq_len=64)
     assert (found.kind, found.greedy.slopes) == ("neutral", (1.0,) * GAMMA)
     assert "too few" in caplog.text
+
+
+def test_further_samples_are_new_answers_of_requests_that_sample_alone() -> None:
+    counts = []
+    for num_samples in (1, 2):
+        settings = {"budget_s": 60.0, "max_tokens": 20, "num_samples": num_samples, "max_seq_len": 64}
+        recorder = record_blocks(Loops(), encode, PROMPTS[:8], temperatures=(0.0, 1.0), **settings)
+        recording = recorder.recording(GAMMA)
+        counts.append((int(recording.is_greedy.sum()), int((~recording.is_greedy).sum())))
+        sampled = recording.chosen(~recording.is_greedy)
+    assert counts[0][0] == counts[1][0]
+    assert counts[1][1] > 1.5 * counts[0][1]
+    assert len(np.unique(sampled.acceptance, axis=0)) > 1.2 * counts[0][1]
 
 
 def test_the_budget_ends_a_recording() -> None:

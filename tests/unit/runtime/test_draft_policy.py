@@ -41,7 +41,7 @@ class Batch:
         self.policy = DraftPolicy(self.prices, self.history, num_rows=num_rows, slot_counts=(1, 2, 3, 4, 7))
         self.rows = np.arange(num_rows)
 
-    def step(self, caps: int = GAMMA) -> DraftChoice:
+    def step(self, caps: int = GAMMA, looked_up: np.ndarray | None = None) -> DraftChoice:
         choice = self.policy.choose(
             Decoding(
                 rows=self.rows,
@@ -49,7 +49,8 @@ class Batch:
                 caps=np.full(len(self.rows), caps),
                 num_pending=np.full(len(self.rows), 1),
                 context_tokens=0.0,
-            )
+            ),
+            looked_up,
         )
         drafting = self.rows[choice.is_drafting]
         self.history.record(drafting, drafting, self.survivals[drafting])
@@ -110,6 +111,33 @@ def test_drafting_resumes_when_drafts_become_good() -> None:
     batch.run(200)
     batch.survivals[:] = GOOD
     assert batch.run(600)[-1].num_slots >= 3
+
+
+def test_a_request_takes_its_lookup_where_that_promises_more_than_a_block() -> None:
+    batch = Batch([GOOD] * 3, table())
+    batch.run(20)
+    looked_up = np.zeros((3, GAMMA))
+    looked_up[0] = 0.95 ** np.arange(1, GAMMA + 1)
+    looked_up[1] = 0.1 ** np.arange(1, GAMMA + 1)
+    for _ in range(8):
+        choice = batch.step(looked_up=looked_up)
+        assert choice.is_looking_up.tolist() == [True, False, False]
+        assert choice.is_drafting.tolist() == [False, True, True]
+
+
+def test_a_lookup_is_taken_where_the_drafter_does_not_pay() -> None:
+    batch = Batch([BAD], table(draft_share=5.0), prior=BAD)
+    looked_up = np.full((1, GAMMA), 0.005)
+    assert batch.step(looked_up=looked_up).is_looking_up.all()
+
+
+def test_the_drafter_has_to_beat_the_lookups_and_not_only_a_plain_step() -> None:
+    """Two requests with sure lookups fill the step so well that a dear block for the third is not worth waiting for."""
+    steps = table(draft_share=1.0)
+    alone = Batch([0.9 ** np.arange(1, GAMMA + 1)] * 8, steps, prior=GOOD)
+    looked_up = np.ones((8, GAMMA))
+    looked_up[0] = 0.0
+    assert not [alone.step(looked_up=looked_up).is_drafting[0] for _ in range(3)][-1]
 
 
 def test_no_request_and_no_room_draft_nothing() -> None:

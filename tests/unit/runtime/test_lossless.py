@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dspark_trt.contract.lookup import MAX_MATCH, UNMEASURED_LOOKUP, LookupAcceptance
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime import prefix_scheduler
@@ -85,6 +86,20 @@ def test_skipping_exploring_and_correcting(table: StepTable, skill: float) -> No
 @pytest.mark.parametrize("table", [FLAT, STEEP, STAIRS], ids=["flat", "steep", "stairs"])
 def test_any_load(mode: Any, table: StepTable) -> None:
     assert_lossless(SchedulerConfig(mode), SAMPLED, table=table, confidence=capricious_confidence, skill=0.2)
+
+
+@pytest.mark.parametrize(
+    ("table", "likely"), [(FLAT, 0.95), (DEAR, 0.05), (STAIRS, 0.6)], ids=["flat", "dear", "stairs"]
+)
+def test_drafts_copied_from_the_text_beside_a_drafter(table: StepTable, likely: float) -> None:
+    lookup = LookupAcceptance(greedy=(likely,) * MAX_MATCH, sampled=(likely,) * MAX_MATCH)
+    config = SchedulerConfig("auto")
+    assert_lossless(config, SAMPLED, table=table, lookup=lookup, skill=0.3, confidence=capricious_confidence)
+
+
+@pytest.mark.parametrize("mode", ["threshold", "early_stop", "lagged_budget"])
+def test_drafts_copied_from_the_text_without_a_drafter(mode: str) -> None:
+    assert_lossless(CONFIGS[mode], SAMPLED, table=FLAT, lookup=UNMEASURED_LOOKUP, has_drafter=False)
 
 
 @configs

@@ -34,9 +34,8 @@ def plan(
     prompts: list[RequestState], *, num_decode: int = 2, max_prefill: int = NUM_TOKENS, num_drafts: int = 0
 ) -> StepPlan:
     decode = [request(100 + number, 1, 1) for number in range(num_decode)]
-    choice = DraftChoice(
-        num_drafts, np.full(num_decode, num_drafts > 0, np.bool_), np.zeros(num_decode, dtype=np.bool_)
-    )
+    nobody = np.zeros(num_decode, dtype=np.bool_)
+    choice = DraftChoice(num_drafts, np.full(num_decode, num_drafts > 0, np.bool_), nobody, nobody)
     return plan_step(
         decode,
         prompts,

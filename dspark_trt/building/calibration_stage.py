@@ -1,0 +1,76 @@
+"""The calibration of a build: measured on the engines that serve, or read from a given file.
+
+Nothing here reads a checkpoint, so a build that was moved without them can be calibrated again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dspark_trt.building.context import Context
+from dspark_trt.building.finished import read_gamma
+from dspark_trt.building.loops import UnpricedLoops
+from dspark_trt.calibration.file import CALIBRATION_FILE, CalibrationFile
+from dspark_trt.calibration.given import read_given
+from dspark_trt.calibration.prompts import Prompt, packaged_prompts
+from dspark_trt.calibration.run import MAX_TOKENS, calibrate
+from dspark_trt.checkpoints.spec_json import target_spec_from_json
+from dspark_trt.engines.open import open_engines
+from dspark_trt.log import Progress
+from dspark_trt.text import TextCodec
+
+BUDGET_S = 45.0  # of a build
+
+
+def calibration_settings(context: Context) -> dict[str, Any]:
+    return {"budget_s": BUDGET_S} if context.recipe.calibration is None else {}
+
+
+def calibration_inputs(context: Context) -> list[Path]:
+    return [] if context.recipe.calibration is None else [context.recipe.calibration]
+
+
+def make_calibration(context: Context, folder: Path, progress: Progress) -> None:
+    """The file that the recipe gives, else what the packaged prompts show within the budget of a build."""
+    given = context.recipe.calibration
+    found = (
+        measure(context, packaged_prompts(), budget_s=BUDGET_S, progress=progress)
+        if given is None
+        else read_given(given, gamma_of(context.output))
+    )
+    found.save(folder / CALIBRATION_FILE)
+
+
+def measure(
+    context: Context,
+    prompts: Sequence[Prompt],
+    *,
+    budget_s: float,
+    max_tokens: int = MAX_TOKENS,
+    num_samples: int = 1,
+    progress: Progress,
+) -> CalibrationFile:
+    """Decode the prompts with every draft verified, fit and measure (see calibration/run.py)."""
+    build = context.output
+    engines = open_engines(build)
+    codec = TextCodec.load(build / "checkpoints" / "tokenizer")
+    target = target_spec_from_json(json.loads((build / "checkpoints" / "target.json").read_text()))
+    return calibrate(
+        UnpricedLoops(engines.target, engines.drafter, codec.decode, target.eos_token_ids),
+        codec.encode_prompt,
+        prompts,
+        gamma=gamma_of(build),
+        budget_s=budget_s,
+        max_tokens=max_tokens,
+        num_samples=num_samples,
+        max_seq_len=context.limits.max_seq_len,
+        progress=progress,
+    )
+
+
+def gamma_of(build: Path) -> int:
+    """Slots of the drafter. Raises ManifestError."""
+    return read_gamma(build / "checkpoints" / "drafter.json")

@@ -1,0 +1,62 @@
+"""The calibration of a finished build, measured again for longer or on other prompts, or replaced by a given one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dspark_trt.building.calibration_stage import gamma_of, measure
+from dspark_trt.building.context import Context
+from dspark_trt.building.renew import renew
+from dspark_trt.building.stages import STAGES
+from dspark_trt.calibration.file import CALIBRATION_FILE, CalibrationFile
+from dspark_trt.calibration.given import read_given
+from dspark_trt.calibration.prompts import Prompt
+from dspark_trt.log import Progress
+
+STAGE = "calibration"
+
+
+def recalibrate(
+    folder: Path,
+    prompts: Sequence[Prompt],
+    *,
+    budget_s: float,
+    max_tokens: int,
+    num_samples: int,
+    progress: Progress = lambda fraction: None,
+) -> CalibrationFile:
+    """Measure on `prompts` and put the result into the build, neutral where they give too few blocks.
+
+    Raises as `renew`.
+    """
+
+    def make(context: Context, report: Progress) -> CalibrationFile:
+        effort = {"max_tokens": max_tokens, "num_samples": num_samples}
+        return measure(context, prompts, budget_s=budget_s, progress=report, **effort)
+
+    return _replace(folder, make, progress, is_measured=True)
+
+
+def import_calibration(folder: Path, path: Path) -> CalibrationFile:
+    """Put a given file into the build (see calibration/given.py); no engine is opened.
+
+    Raises RecipeError when the file is not acceptable, else as `renew`.
+    """
+    given = read_given(path, gamma_of(folder), said_in="--import")
+    return _replace(folder, lambda context, report: given, lambda fraction: None, is_measured=False)
+
+
+def _replace(
+    folder: Path, make: Callable[[Context, Progress], CalibrationFile], progress: Progress, *, is_measured: bool
+) -> CalibrationFile:
+    found: list[CalibrationFile] = []
+
+    def write(context: Context, scratch: Path, report: Progress) -> None:
+        found.append(make(context, report))
+        found[0].save(scratch / CALIBRATION_FILE)
+
+    (stage,) = (each for each in STAGES if each.name == STAGE)
+    renew(folder, replace(stage, make=write), progress, is_measured=is_measured)
+    return found[0]
