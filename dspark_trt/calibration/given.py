@@ -56,7 +56,7 @@ def _read(path: Path, where: str) -> dict[str, Any]:
         data = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise RecipeError(f"{where} cannot be read ({error.strerror}); give a readable file") from None
-    except ValueError as error:  # no JSON, no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, thousands of brackets or digits
         raise RecipeError(f"{where} is not valid JSON ({error}); give a file of temperatures") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{where}: expected a JSON object, found {type(data).__name__}")
@@ -83,7 +83,7 @@ def _temperatures(where: str, data: dict[str, Any]) -> list[float]:
                 return _checked(where, key, place[key])
     raise RecipeError(
         f"{where}: expected a build's calibration.json or a list under one of {', '.join(_KEYS)}, found "
-        f"keys {sorted(data)[:8]}"
+        f"keys {abridged(sorted(data)[:8])}"
     )
 
 

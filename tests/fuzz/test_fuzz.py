@@ -139,6 +139,9 @@ def strategies(readers: Readers) -> dict[str, st.SearchStrategy[bytes]]:
         "step_table": changed_json(table),
         "manifest": changed_json(dict.fromkeys(StageManifest.model_fields, 1)),
         "calibration": changed_json(dict.fromkeys(CalibrationFile.model_fields, 1)),
+        "given_calibration": changed_json(
+            {"temperatures": [1.0, 1.5, 2.0], "profile": {"sts_temperatures": [1.0] * 3}}, ("greedy", "sampled")
+        ),
         "prompts": changed_json({"prompt": "a", "kind": "b", "split": "fit"}) | st.binary(max_size=40),
         "engine_request": tensors([*(field.step_tensor() for field in ENGINE_FIELDS), *ENGINE_ONLY_INPUTS]),
         "prompt": tensors([field.step_tensor() for field in PREPROCESSING_FIELDS]),

@@ -13,6 +13,7 @@ import numpy as np
 from dspark_trt.building.manifest import hash_key, is_stage_folder, read_manifest
 from dspark_trt.building.recipe import load_recipe
 from dspark_trt.calibration.file import load_calibration
+from dspark_trt.calibration.given import read_given
 from dspark_trt.calibration.prompts import read_prompts
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.safetensors_store import open_safetensors
@@ -66,6 +67,7 @@ class Readers:
             "step_table": self.read_step_table,
             "manifest": self.read_manifest,
             "calibration": self.read_calibration,
+            "given_calibration": self.read_given_calibration,
             "prompts": self.read_prompts,
             "engine_request": self.read_engine_request,
             "prompt": self.read_prompt,
@@ -128,6 +130,11 @@ class Readers:
         path = self.scratch / "calibration.json"
         path.write_bytes(data)
         load_calibration(path)
+
+    def read_given_calibration(self, data: bytes) -> None:
+        path = self.scratch / "given.json"
+        path.write_bytes(data)
+        read_given(path, gamma=3)
 
     def read_prompts(self, data: bytes) -> None:
         path = self.scratch / "prompts.jsonl"
