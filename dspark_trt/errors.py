@@ -6,6 +6,8 @@ Every message says four things: what is wrong, where, what was expected against 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 EXIT_OK = 0
 EXIT_USER_ERROR = 2
 EXIT_ENVIRONMENT_MISSING = 3
@@ -57,6 +59,12 @@ class CapacityError(DSparkError):
 
 class RequestError(DSparkError):
     """A client's request is not acceptable. The only error whose text reaches a client."""
+
+
+def place(parts: Iterable[object]) -> str:
+    """Where in a file an error is, from the parts that pydantic gives: a.b.0. Keys are a stranger's: they are cut."""
+    text = ".".join(map(str, parts))
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}…"
 
 
 def abridged(value: object) -> str:

@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dspark_trt.building.recipe import BuildRecipe
-from dspark_trt.errors import ManifestError, abridged
+from dspark_trt.errors import ManifestError, abridged, place
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -147,7 +147,7 @@ def _read(path: Path, model: type[Model]) -> Model:
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = place(first["loc"])
         raise ManifestError(f"{path}: {where}: {first['msg']}; remove {path.parent} and build again") from None
 
 

@@ -16,7 +16,7 @@ from dspark_trt.building.option import Option
 from dspark_trt.contract.drafter_form import DrafterPrecision
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.scheduler import parse_scheduler
-from dspark_trt.errors import RecipeError, abridged
+from dspark_trt.errors import RecipeError, abridged, place
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
 
@@ -147,7 +147,7 @@ def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
         return BuildRecipe.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "recipe"
+        key = place(first["loc"]) or "recipe"
         if first["type"] == "missing":
             raise RecipeError(f"{key}: Field required; give --{key} or, in a --recipe file, {key}: …") from None
         accepted = ", ".join(BuildRecipe.model_fields)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.errors import ManifestError, abridged
+from dspark_trt.errors import ManifestError, abridged, place
 
 SCHEMA_VERSION = 2
 CONTEXT_STEP = 32  # prices are computed for context depths rounded to so many positions
@@ -215,7 +215,7 @@ class StepTable:
             raise ManifestError(f"no step table at {path}; run `dspark-trt build` again") from None
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "table"
+            where = place(first["loc"]) or "table"
             raise ManifestError(f"{path}: {where}: {first['msg']}; run `dspark-trt profile` again") from None
         except (OSError, ValueError, RecursionError) as error:
             raise ManifestError(f"{path} is no step table ({error}); run `dspark-trt profile` again") from None

@@ -55,7 +55,7 @@ def changed_bytes(draw: st.DrawFn, original: bytes) -> bytes:
 def changed_json(draw: st.DrawFn, original: dict[str, Any], more: tuple[str, ...] = ()) -> bytes:
     """Some keys have other values, at the top or one level below."""
     values = json.loads(json.dumps(original))
-    for name in draw(st.lists(st.sampled_from([*original, *more]), min_size=1, max_size=3)):
+    for name in draw(st.lists(st.sampled_from([*original, *more, "x" * 20_000]), min_size=1, max_size=3)):
         inner = values.get(name)
         if isinstance(inner, dict) and inner and draw(st.booleans()):
             inner[draw(st.sampled_from(sorted(inner)))] = draw(VALUES)
@@ -125,7 +125,7 @@ def strategies(readers: Readers) -> dict[str, st.SearchStrategy[bytes]]:
         values: dict[str, Any] = json.loads((folder / "config.json").read_text())
         return values
 
-    recipe = st.dictionaries(st.sampled_from([*BuildRecipe.model_fields, "other"]), VALUES, max_size=4)
+    recipe = st.dictionaries(st.sampled_from([*BuildRecipe.model_fields, "other", "x" * 20_000]), VALUES, max_size=4)
     tokenizer = json.loads((readers.target / "tokenizer_config.json").read_text())
     names = ("chat_template", "bos_token", "eos_token", "additional_special_tokens", "model_max_length")
     table = dict.fromkeys(("schema_version", "num_requests", "num_tokens", "depths", "step_ms", "provenance"), 1)
