@@ -64,7 +64,7 @@ def find_perf_analyzer(cache: Path | None = None) -> PerfAnalyzer:
         assemble(root, _fill_from_wheel, WHEEL_DIGEST)
         origin = f"perf-analyzer {WHEEL.version} ({host})"
     else:
-        root = cache / f"perf-analyzer-of-tritonclient-{CLIENT.version}"
+        root = cache / f"perf-analyzer-{CLIENT.version}-of-tritonclient"
         assemble(root, _fill_from_client, CLIENT_DIGEST)
         origin = f"the binary of tritonclient {CLIENT.version} ({host}: perf-analyzer {WHEEL.version} needs 2.38)"
         libraries = (root / "lib",)
