@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[1]
 OLDEST_PYTHON = "3.11"
 UV, KERNELS, SERVE, TEST = "locks/uv.txt", "locks/kernels.txt", "locks/serve.txt", "locks/test.txt"
 SERVED = ("pyproject.toml", "--group=install", "--extra=onnxruntime", "--extra=client", "--extra=openai")
-TESTED = (*SERVED, "--extra=reference", "--extra=tensorrt-rtx", "--group=torch-needs", "--group=dev")
+TESTED = (*SERVED, "--extra=reference", "--extra=tensorrt-rtx", "--extra=ray", "--group=torch-needs", "--group=dev")
 
 
 def lock(options: list[str]) -> None:

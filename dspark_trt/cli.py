@@ -21,6 +21,7 @@ from dspark_trt.commands import (
     build,
     calibrate,
     chat,
+    convert,
     doctor,
     evaluate,
     export,
@@ -58,6 +59,7 @@ _COMMANDS = (
     calibrate.calibrate,
     export.export,
     simulate.simulate,
+    convert.convert,
 )
 for _command in _COMMANDS:
     app.command()(_command)

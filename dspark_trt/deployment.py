@@ -11,10 +11,10 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
 from dspark_trt.building.recipe import BuildRecipe
-from dspark_trt.building.reprofile import warn_of_differences
+from dspark_trt.building.reprofile import table_for_here
 from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
-from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
-from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
+from dspark_trt.checkpoints.spec import DraftSource, TargetSpec
+from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
@@ -32,14 +32,19 @@ class Deployment:
 
     recipe: BuildRecipe
     target_spec: TargetSpec
-    drafter_spec: DrafterSpec
+    drafter_spec: DraftSource
     target: TargetEngine
-    drafter: DraftEngine
+    drafter: DraftEngine | None  # None: drafts are copied from each request's own text
     step: StepEngine | None
     step_table: StepTable
     calibration: Calibration
     lookup: LookupAcceptance | None  # None: no drafts are copied from a request's own text
     codec: TextCodec
+
+    @property
+    def gamma(self) -> int:
+        """Drafts of a request that a step verifies at most."""
+        return self.drafter_spec.gamma
 
     def make_loop(
         self,
@@ -82,9 +87,11 @@ class Deployment:
         return SamplingParams(**asdict(self.target_spec.generation_defaults) | values)
 
 
-def load_deployment(folder: Path) -> Deployment:
+def load_deployment(folder: Path, *, step_table: Path | None = None) -> Deployment:
     """Open the build in `folder` after checking its chain (sizes and times, not bytes)
     and that its engines are for this machine.
+
+    step_table: the file of the table that prices steps; None: the build's own, or one that was measured beside it.
 
     Raises ManifestError when the build is unfinished, edited or mixed from several builds; EnvironmentMissingError when
     the engine's package or GPU is missing; EngineBuildError when an engine cannot be opened.
@@ -95,18 +102,18 @@ def load_deployment(folder: Path) -> Deployment:
         if name != "triton_model_repo":  # an operator may edit its config.pbtxt
             check_outputs(folder / name, manifest)
     checkpoints = folder / "checkpoints"
-    step_table = StepTable.load(folder / "steptable" / "step_table.json")
-    warn_of_differences(folder, step_table, summary.recipe)
+    table = table_for_here(folder, summary) if step_table is None else StepTable.load(step_table)
     engines = open_engines(folder)
-    calibration = load_calibration(folder / "calibration" / CALIBRATION_FILE, gamma=engines.drafter.gamma)
+    source = read_draft_source(folder)
+    calibration = load_calibration(folder / "calibration" / CALIBRATION_FILE, gamma=source.gamma)
     return Deployment(
         recipe=summary.recipe,
         target_spec=target_spec_from_json(json.loads((checkpoints / "target.json").read_text())),
-        drafter_spec=drafter_spec_from_json(json.loads((checkpoints / "drafter.json").read_text())),
+        drafter_spec=source,
         target=engines.target,
         drafter=engines.drafter,
         step=engines.step,
-        step_table=step_table,
+        step_table=table,
         calibration=calibration.calibration,
         lookup=calibration.lookup_acceptance if summary.recipe.lookup == "auto" else None,
         codec=TextCodec.load(checkpoints / "tokenizer"),

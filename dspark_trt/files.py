@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import IO
 
 
+def default_cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/dspark-trt`, or `~/.cache/dspark-trt`. Raises RuntimeError for a user without a home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dspark-trt"
+
+
 @contextmanager
 def replace_folder(destination: Path) -> Iterator[Path]:
     """A scratch folder beside `destination` that takes its place when the block ends well and vanishes when it does

@@ -58,6 +58,10 @@ class TextCodec:
         except Exception as error:  # tokenizers raises plain Exception
             raise ManifestError(f"{folder / TOKENIZER_FILE} cannot be read ({error}); run the build again") from None
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id that stands for text.

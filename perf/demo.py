@@ -7,20 +7,19 @@ python perf/demo.py --target MODEL.gguf --drafter examples/smollm2-135m-dspark -
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 
 from load_test import measure
-from perf_analyzer import find_perf_analyzer
 from report import print_table
 from rich.console import Console
 
 from dspark_trt.errors import DSparkError
+from dspark_trt.server.http_calls import stream
+from dspark_trt.server.perf_analyzer import find_perf_analyzer
 from dspark_trt.server.serve import ServeOptions, TritonServer
 
 QUESTION = "Explain in three sentences why the sky is blue."
@@ -32,16 +31,8 @@ REQUESTS = {1: 8, 8: 24, 32: 64}
 def stream_answer(server: TritonServer, question: str) -> None:
     """One chat turn over Triton's generate_stream endpoint (server-sent events), printed as it comes."""
     body = {"text_input": question, "chat": True, "max_tokens": 96, "stream": True}
-    request = urllib.request.Request(
-        f"{server.http_url}/v2/models/ensemble/generate_stream",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with direct.open(request, timeout=120) as response:
-        for line in response:
-            if line.startswith(b"data:"):
-                print(json.loads(line[5:])["text_output"], end="", flush=True)
+    for response in stream(server.http_url, body, timeout_s=120):
+        print(response["text_output"], end="", flush=True)
     print()
 
 

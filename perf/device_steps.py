@@ -33,7 +33,7 @@ from dspark_trt.contract.protocol import DraftBatch, EngineLimits, SelectBatch, 
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.reference.on_device import open_device_reference_engines
-from dspark_trt.steptable.profile import verification_batch
+from dspark_trt.steptable.grid import verification_batch
 
 QWEN3_06B = DecoderSpec(
     num_layers=28,
@@ -104,8 +104,9 @@ def _compiled(
     graphs.mkdir()
     engines.mkdir()
     common: dict[str, Any] = {"limits": limits, "precision": "bf16"}
-    gamma, taps = drafter.spec.gamma, drafter.spec.target_layer_ids
-    write_target_graph(target, graphs, taps=taps, gamma=gamma, attention="standard", **common)
+    spec = drafter.spec
+    taps: dict[str, Any] = {"taps": spec.target_layer_ids, "norm_last_tap": spec.is_last_tap_normed}
+    write_target_graph(target, graphs, **taps, gamma=spec.gamma, attention="standard", **common)
     write_drafter_graphs(target, drafter, graphs, attention="standard", **common)
     write_select_graph(drafter.spec, graphs, **common)
     compile_graphs(graphs, engines, CompileSettings(backend))
@@ -126,7 +127,7 @@ def median_ms(call: Callable[[], object], synchronize: Callable[[], None]) -> fl
 def step_rows(engines: DeviceEngines, requests: tuple[int, ...]) -> list[dict[str, float]]:
     """For each number of requests: a plain step, full verification, a draft block,
     and both ways to half of the drafts."""
-    gamma, most = engines.drafter.gamma, engines.target.limits.max_slots
+    gamma, most = engines.drafter.gamma, engines.target.limits.max_requests
     rows = []
     for count in requests:
         plain = verification_batch(count, count, gamma, DEPTH, most)
@@ -174,7 +175,7 @@ def capacity_rows(backend: str, size: str, limits: EngineLimits, device: str, co
     rows, pair = [], make_pair(size, layers=4)
     for max_seq_len in CAPACITIES:
         with open_pair(backend, pair, replace(limits, max_seq_len=max_seq_len), device) as engines:
-            batch = verification_batch(count, count, engines.drafter.gamma, DEPTH, limits.max_slots)
+            batch = verification_batch(count, count, engines.drafter.gamma, DEPTH, limits.max_requests)
 
             def step(engines: DeviceEngines = engines, batch: TargetBatch = batch) -> object:
                 return engines.target.forward(batch)

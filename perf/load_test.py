@@ -11,29 +11,25 @@ from __future__ import annotations
 import argparse
 import json
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from perf_analyzer import PerfAnalyzer, find_perf_analyzer
-from report import LoadResult, print_table, read_export
+from report import print_table
 from rich.console import Console
 
 from dspark_trt.errors import DSparkError
+from dspark_trt.server.load_result import LoadResult
+from dspark_trt.server.load_test import Row
+from dspark_trt.server.load_test import measure as measure_load
+from dspark_trt.server.perf_analyzer import PerfAnalyzer, find_perf_analyzer
 from dspark_trt.server.serve import ServeOptions, TritonServer
 
 DATA = Path(__file__).parent / "data"
 PROMPTS = tuple(sorted(DATA.glob("*.json")))
 ON_AND_OFF = ("early_stop", "off")
-TIMEOUT_S = 600
-NUM_ATTEMPTS = 3
-
-
-class LoadTestError(DSparkError):
-    """perf_analyzer failed, or a request of the load did."""
 
 
 def compare(
@@ -59,62 +55,18 @@ def compare(
 
 
 def measure(
-    grpc_address: str,
-    concurrency: int,
-    scheduler: str,
-    *,
-    num_requests: int | None = None,
-    prompts: Iterable[Path] = PROMPTS,
-    tool: PerfAnalyzer,
+    grpc_address: str, concurrency: int, scheduler: str, *, num_requests: int | None = None, tool: PerfAnalyzer
 ) -> LoadResult:
-    """Load a running server. `num_requests` measured requests (default: 12, at least 3 rounds of `concurrency`).
+    """Load a running server with the prompts in perf/data.
 
-    `scheduler` is what the result is called. A load whose export is cut short is repeated: perf_analyzer now and then
-    ends well with a part of the file unwritten. Raises LoadTestError.
+    `num_requests` measured requests (default: 12, at least 3 rounds of `concurrency`). Raises LoadTestError.
     """
-    num_measured = num_requests or max(12, 3 * concurrency)
-    for _ in range(NUM_ATTEMPTS):
-        with tempfile.TemporaryDirectory(prefix="dspark-trt-load-") as folder:
-            export = Path(folder) / "export.json"
-            _run(tool, grpc_address, concurrency, num_measured + concurrency, prompts, export)
-            try:
-                return read_export(export, scheduler=scheduler, num_warmup=concurrency)
-            except json.JSONDecodeError as error:
-                print(f"perf_analyzer left its export incomplete ({error}); measuring again", file=sys.stderr)
-            except ValueError as error:
-                raise LoadTestError(str(error)) from None
-    raise LoadTestError(f"perf_analyzer left its export incomplete {NUM_ATTEMPTS} times")
+    count = num_requests or max(12, 3 * concurrency)
+    rows = alternating(PROMPTS)
+    return measure_load(grpc_address, concurrency, scheduler, num_requests=count, rows=rows, tool=tool)
 
 
-def _run(
-    tool: PerfAnalyzer, grpc_address: str, concurrency: int, num_requests: int, prompts: Iterable[Path], export: Path
-) -> None:
-    inputs = export.with_name("inputs.json")
-    inputs.write_text(json.dumps({"data": _alternating(prompts)}))
-    options = {
-        "-m": "ensemble",
-        "-u": grpc_address,
-        "-i": "grpc",
-        "--input-data": inputs,
-        "--concurrency-range": f"{concurrency}:{concurrency}",
-        "--request-count": num_requests,
-        "--profile-export-file": export,
-    }
-    command = [tool.executable, "--streaming", "--async", *(str(part) for pair in options.items() for part in pair)]
-    measure_the_server_itself = {"no_grpc_proxy": grpc_address.rpartition(":")[0]}
-    environment = {**tool.environment(), **measure_the_server_itself}
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise LoadTestError(
-            f"perf_analyzer did not finish {num_requests} requests within {TIMEOUT_S} s; "
-            "lower --requests, or look at the server's log"
-        ) from None
-    if done.returncode != 0 or not export.exists():
-        raise LoadTestError(f"perf_analyzer failed against {grpc_address}:\n{(done.stdout + done.stderr)[-2000:]}")
-
-
-def _alternating(prompts: Iterable[Path]) -> list[dict[str, list[object]]]:
+def alternating(prompts: Iterable[Path]) -> list[Row]:
     """One prompt of each file after the other, so that every stretch of a load has all kinds."""
     kinds = [json.loads(path.read_text())["data"] for path in prompts]
     return [prompt for round_ in zip(*kinds, strict=True) for prompt in round_]

@@ -50,7 +50,9 @@ class Timed:
 
 def measure(deployment: Deployment, num_requests: int, setting: str, mode: str) -> dict[str, Any]:
     target, drafter = Timed(deployment.target), Timed(deployment.drafter)
-    loop = deployment.make_loop(parse_scheduler(mode), target=target, drafter=drafter)
+    loop = deployment.make_loop(
+        parse_scheduler(mode), target=target, drafter=None if deployment.drafter is None else drafter
+    )
     prompt = tuple(deployment.codec.encode_chat([{"role": "user", "content": PROMPT}]))
     for index in range(num_requests):
         sampling = SamplingParams(max_tokens=NUM_TOKENS, seed=index, ignore_eos=True, **SETTINGS[setting])
@@ -84,7 +86,7 @@ def main(folder: Path) -> None:
         measure(deployment, num_requests, setting, mode)
         for mode in ("off", "early_stop", "lagged_budget", "auto")
         for setting in SETTINGS
-        for num_requests in (1, min(16, deployment.recipe.max_slots))
+        for num_requests in (1, min(16, deployment.recipe.max_requests))
     ]
     print(
         f"{'mode':<14} {'setting':<8} {'requests':>8} {'steps':>6} {'step ms':>8} {'outside':>8} {'share':>7} "

@@ -105,7 +105,7 @@ def torch_prefix_select(form: PrefixSelectForm, inputs: Mapping[str, torch.Tenso
         "token_requests": request,
         "token_ids": blocks[request, slot],
         "positions": inputs["past_lengths"][request] + slot,
-        "output_slots": inputs["block_rows"][request] * (form.gamma + 1) + slot,
+        "padded_indices": inputs["block_rows"][request] * (form.gamma + 1) + slot,
         "decode.tokens": torch.where(is_used, first_tokens[of_row], 0)[:, None] + inside,
         "decode.past_lengths": torch.where(is_used, inputs["past_lengths"][of_row], 0),
         "decode.query_lengths": torch.where(is_used, length + 1, 0),

@@ -48,3 +48,18 @@ def demo(demo_build: Path) -> Deployment:
     from dspark_trt.deployment import load_deployment
 
     return load_deployment(demo_build)
+
+
+@pytest.fixture(scope="session")
+def tiny_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.tiny_build import make_tiny_build
+
+    return make_tiny_build(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def ngram_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target built without a drafter: do not write into it."""
+    from tests.support.tiny_build import make_ngram_build
+
+    return make_ngram_build(tmp_path_factory.mktemp("ngram"))

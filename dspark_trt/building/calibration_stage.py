@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.building.context import Context
-from dspark_trt.building.finished import read_gamma
 from dspark_trt.building.loops import UnpricedLoops
 from dspark_trt.calibration.file import CALIBRATION_FILE, CalibrationFile
 from dspark_trt.calibration.given import read_given
 from dspark_trt.calibration.prompts import Prompt, packaged_prompts
 from dspark_trt.calibration.run import MAX_TOKENS, calibrate
-from dspark_trt.checkpoints.spec_json import target_spec_from_json
+from dspark_trt.checkpoints.spec import NgramSpec
+from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
 from dspark_trt.engines.open import open_engines
 from dspark_trt.log import Progress
 from dspark_trt.text import TextCodec
@@ -39,7 +39,7 @@ def make_calibration(context: Context, folder: Path, progress: Progress) -> None
     found = (
         measure(context, packaged_prompts(), budget_s=BUDGET_S, progress=progress)
         if given is None
-        else read_given(given, gamma_of(context.output))
+        else given_for(context.output, given)
     )
     found.save(folder / CALIBRATION_FILE)
 
@@ -57,12 +57,14 @@ def measure(
     build = context.output
     engines = open_engines(build)
     codec = TextCodec.load(build / "checkpoints" / "tokenizer")
+    source = read_draft_source(build)
     target = target_spec_from_json(json.loads((build / "checkpoints" / "target.json").read_text()))
     return calibrate(
         UnpricedLoops(engines.target, engines.drafter, codec.decode, target.eos_token_ids),
         codec.encode_prompt,
         prompts,
-        gamma=gamma_of(build),
+        gamma=source.gamma,
+        is_of_lookups=isinstance(source, NgramSpec),
         budget_s=budget_s,
         max_tokens=max_tokens,
         num_samples=num_samples,
@@ -71,6 +73,7 @@ def measure(
     )
 
 
-def gamma_of(build: Path) -> int:
-    """Slots of the drafter. Raises ManifestError."""
-    return read_gamma(build / "checkpoints" / "drafter.json")
+def given_for(build: Path, path: Path, *, said_in: str = "calibration") -> CalibrationFile:
+    """The calibration file at `path`, for what drafts in `build`. Raises ManifestError, and as `read_given`."""
+    source = read_draft_source(build)
+    return read_given(path, source.gamma, is_of_lookups=isinstance(source, NgramSpec), said_in=said_in)

@@ -9,7 +9,7 @@ from pathlib import Path
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.pairing import check_pairing
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, DraftSource, NgramSpec, TargetCheckpoint
 from dspark_trt.checkpoints.spec_json import target_spec_from_json
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.precision import Precision
@@ -66,10 +66,17 @@ class Context:
         return read_target(self.recipe.target, self.recipe.target_revision)
 
     @cached_property
-    def drafter(self) -> DrafterCheckpoint:
+    def drafter(self) -> DrafterCheckpoint | None:
+        """None: drafts are copied from each request's own text."""
+        if not self.recipe.has_drafter_model:
+            return None
         drafter = read_drafter(self.recipe.drafter, self.target, self.recipe.drafter_revision)
         check_pairing(self.target, drafter)
         return drafter
+
+    @property
+    def draft_source(self) -> DraftSource:
+        return NgramSpec(self.recipe.lookup_drafts) if self.drafter is None else self.drafter.spec
 
     @cached_property
     def limits(self) -> EngineLimits:
@@ -77,4 +84,4 @@ class Context:
         recipe = self.recipe
         spec = target_spec_from_json(json.loads((self.output / "checkpoints" / "target.json").read_text()))
         max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, spec.decoder.max_position_embeddings)
-        return EngineLimits(recipe.max_slots, max_seq_len, recipe.max_batch_tokens)
+        return EngineLimits(recipe.max_requests, max_seq_len, recipe.max_batch_tokens)

@@ -115,7 +115,7 @@ def choose(
         with tempfile.TemporaryDirectory() as folder:
             engine = write(form, Path(folder))
             draft_ms = {
-                count: _time_draft(engine, count) for count in REQUEST_COUNTS if count <= engine.limits.max_slots
+                count: _time_draft(engine, count) for count in REQUEST_COUNTS if count <= engine.limits.max_requests
             }
         covered = 1.0
         if form.draft_vocab is not None and len(evidence.accepted_ids):

@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dspark_trt.building.drafter_choice import Asked, Evidence, candidates, choo
 from dspark_trt.building.loops import UnpricedLoops
 from dspark_trt.calibration.prompts import packaged_prompts
 from dspark_trt.calibration.run import record_blocks
+from dspark_trt.checkpoints.spec import DrafterCheckpoint
 from dspark_trt.contract import bindings
 from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.protocol import DraftEngine, TargetBatch, TargetEngine
@@ -28,7 +30,7 @@ EVIDENCE_BUDGET_S = 15.0
 _NUM_TIMINGS = 5
 
 
-def write_drafter(context: Context, folder: Path, progress: Progress) -> None:
+def write_drafter(context: Context, drafter: DrafterCheckpoint, folder: Path, progress: Progress) -> None:
     """The drafter's graphs beside target.onnx, and drafter_form.json, which says why they are in that form.
 
     Only engines of ONNX Runtime in float32 leave a choice: on a device all slots of the whole vocabulary are drafted.
@@ -37,33 +39,33 @@ def write_drafter(context: Context, folder: Path, progress: Progress) -> None:
     asked = Asked(recipe.draft_vocab, recipe.drafter_precision, recipe.markov_top_n)
     if context.is_on_device or context.precision != "fp32":
         form = DrafterForm(markov_top_n=recipe.markov_top_n or 0)
-        _write(context, folder, form)
-        _write_report(folder, form, [], context.drafter.spec.decoder.vocab_size)
+        _write(context, drafter, folder, form)
+        _write_report(folder, form, [], drafter.spec.num_draft_ids)
         return
-    vocab_size = context.drafter.spec.decoder.vocab_size
-    forms = candidates(asked, _no_evidence(vocab_size), vocab_size)
+    vocab_size = drafter.spec.num_draft_ids
+    forms = candidates(asked, _no_evidence(drafter), vocab_size)
     found: list[dict[str, object]] = []
     form = forms[0]
     if len(forms) > 1:
-        _write(context, folder, DrafterForm())
-        evidence = _evidence(context, folder, lambda fraction: progress(0.5 * fraction))
+        _write(context, drafter, folder, DrafterForm())
+        evidence = _evidence(context, drafter, folder, lambda fraction: progress(0.5 * fraction))
         form, found = choose(
             candidates(asked, evidence, vocab_size),
             evidence,
-            partial(_open_candidate, context, folder),
+            partial(_open_candidate, context, drafter, folder),
             vocab_size=vocab_size,
             progress=lambda fraction: progress(0.5 + 0.4 * fraction),
         )
         for path in _drafter_files(folder):
             path.unlink()
-    _write(context, folder, form)
+    _write(context, drafter, folder, form)
     _write_report(folder, form, found, vocab_size)
 
 
-def _write(context: Context, folder: Path, form: DrafterForm) -> None:
+def _write(context: Context, drafter: DrafterCheckpoint, folder: Path, form: DrafterForm) -> None:
     write_drafter_graphs(
         context.target,
-        context.drafter,
+        drafter,
         folder,
         limits=context.limits,
         precision=context.precision,
@@ -72,26 +74,27 @@ def _write(context: Context, folder: Path, form: DrafterForm) -> None:
     )
 
 
-def _open_candidate(context: Context, graphs: Path, form: DrafterForm, scratch: Path) -> DraftEngine:
+def _open_candidate(
+    context: Context, drafter: DrafterCheckpoint, graphs: Path, form: DrafterForm, scratch: Path
+) -> DraftEngine:
     """A drafter in `form` in the folder `scratch`, opened; the target's files are linked."""
     from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeDraftEngine, OnnxRuntimeSettings
 
     for path in graphs.iterdir():
         if path.name.startswith("target"):
             os.link(path, scratch / path.name)
-    _write(context, scratch, form)
+    _write(context, drafter, scratch, form)
     return OnnxRuntimeDraftEngine(scratch, OnnxRuntimeSettings(num_threads=context.recipe.num_threads))
 
 
-def _evidence(context: Context, folder: Path, progress: Progress) -> Evidence:
+def _evidence(context: Context, drafter: DrafterCheckpoint, folder: Path, progress: Progress) -> Evidence:
     """Decode packaged prompts with the plain drafter, and time plain steps."""
     from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeSettings, open_engines
 
-    target, drafter = open_engines(folder, OnnxRuntimeSettings(num_threads=context.recipe.num_threads))
+    target, plain = open_engines(folder, OnnxRuntimeSettings(num_threads=context.recipe.num_threads))
     codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
-    gamma = drafter.gamma
 
-    make_loop = UnpricedLoops(target, drafter, codec.decode, context.target.spec.eos_token_ids)
+    make_loop = UnpricedLoops(target, plain, codec.decode, context.target.spec.eos_token_ids)
     recorder = record_blocks(
         make_loop,
         codec.encode_prompt,
@@ -102,9 +105,12 @@ def _evidence(context: Context, folder: Path, progress: Progress) -> Evidence:
         max_seq_len=context.limits.max_seq_len,
         progress=progress,
     )
-    plain_ms = {count: _plain_ms(target, count) for count in (1, 8) if count <= context.limits.max_slots}
-    vocab_size = context.drafter.spec.decoder.vocab_size
-    return evidence_of(recorder, gamma=gamma, vocab_size=vocab_size, plain_ms=plain_ms)
+    plain_ms = {count: _plain_ms(target, count) for count in (1, 8) if count <= context.limits.max_requests}
+    vocab_size = drafter.spec.decoder.vocab_size
+    evidence = evidence_of(recorder, gamma=plain.gamma, vocab_size=vocab_size, plain_ms=plain_ms)
+    if drafter.draft_ids is None:
+        return evidence
+    return replace(evidence, ranked_ids=evidence.ranked_ids[np.isin(evidence.ranked_ids, drafter.draft_ids)])
 
 
 def _plain_ms(target: TargetEngine, num_requests: int) -> float:
@@ -120,9 +126,11 @@ def _plain_ms(target: TargetEngine, num_requests: int) -> float:
     return statistics.median(times[1:])
 
 
-def _no_evidence(vocab_size: int) -> Evidence:
+def _no_evidence(drafter: DrafterCheckpoint) -> Evidence:
     """Ids in their own order."""
-    return Evidence(np.arange(vocab_size, dtype=np.int64), np.empty(0, np.int64), 0.0, {})
+    own_ids = drafter.draft_ids
+    ranked = np.arange(drafter.spec.decoder.vocab_size, dtype=np.int64) if own_ids is None else own_ids
+    return Evidence(ranked, np.empty(0, np.int64), 0.0, {})
 
 
 def _drafter_files(folder: Path) -> list[Path]:

@@ -16,9 +16,11 @@ NUM_DRAFTS = 2
 
 
 def with_host_time(table: StepTable, loops: UnpricedLoops) -> StepTable:
-    """The table with host_ms of a plain step and what a step that drafts takes more."""
-    drafting = SchedulerConfig("fixed", verify_len=min(NUM_DRAFTS, loops.drafter.gamma))
+    """The table with host_ms of a plain step and what a step that drafts takes more; 0 without a drafter."""
     plain = [_outside_ms(SchedulerConfig("off"), loops, count) for count in table.num_requests]
+    if loops.drafter is None:
+        return replace(table, host_ms=tuple(plain), drafting_host_ms=(0.0,) * len(plain))
+    drafting = SchedulerConfig("fixed", verify_len=min(NUM_DRAFTS, loops.drafter.gamma))
     whole = [_outside_ms(drafting, loops, count) for count in table.num_requests]
     more = (max(with_drafts - without, 0.0) for with_drafts, without in zip(whole, plain, strict=True))
     return replace(table, host_ms=tuple(plain), drafting_host_ms=tuple(more))

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
-from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.building.recipe import NGRAM, BuildRecipe
 from dspark_trt.calibration.given import read_given
-from dspark_trt.checkpoints.spec import DrafterSpec
+from dspark_trt.checkpoints.spec import DraftSource, NgramSpec
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
+
+_OF_A_MODEL = ("drafter_revision", "draft_vocab", "drafter_precision", "markov_top_n", "lookup")
+_OF_LOOKUPS_ALONE = ("lookup_drafts",)
 
 
 def check_recipe(recipe: BuildRecipe) -> None:
     """What a recipe says by itself. Raises RecipeError."""
-    if recipe.max_batch_tokens < recipe.max_slots:
+    if recipe.max_batch_tokens < recipe.max_requests:
         raise RecipeError(
-            f"max_batch_tokens {recipe.max_batch_tokens} is below max_slots {recipe.max_slots}: a step could not "
+            f"max_batch_tokens {recipe.max_batch_tokens} is below max_requests {recipe.max_requests}: a step could not "
             f"hold one "
-            "token of every request; raise --max-batch-tokens or lower --max-slots"
+            "token of every request; raise --max-batch-tokens or lower --max-requests"
         )
+    _check_drafter_options(recipe)
 
 
-def check_calibration(recipe: BuildRecipe, drafter: DrafterSpec) -> None:
+def _check_drafter_options(recipe: BuildRecipe) -> None:
+    """Raises RecipeError for an option that means nothing to what drafts."""
+    names: tuple[str, ...] = _OF_LOOKUPS_ALONE
+    why = "is for drafter ngram: beside a model, as many drafts are copied as its blocks have"
+    if not recipe.has_drafter_model:
+        names = _OF_A_MODEL
+        why = f"means nothing to drafter {NGRAM}, which has no model and copies every draft"
+    for name in names:
+        value = getattr(recipe, name)
+        if value != BuildRecipe.model_fields[name].default:
+            raise RecipeError(f"{name}: {value} {why}; leave --{name.replace('_', '-')} out")
+
+
+def check_calibration(recipe: BuildRecipe, drafter: DraftSource) -> None:
     """Raises RecipeError when the calibration file of the recipe cannot be read or belongs to another drafter."""
     if recipe.calibration is not None:
-        read_given(recipe.calibration, drafter.gamma)
+        read_given(recipe.calibration, drafter.gamma, is_of_lookups=isinstance(drafter, NgramSpec))
 
 
-def check_scheduler(recipe: BuildRecipe, drafter: DrafterSpec) -> None:
+def check_scheduler(recipe: BuildRecipe, drafter: DraftSource) -> None:
     """Raises RecipeError when the scheduler of the build asks for more drafts than there are."""
     if recipe.scheduler.startswith("fixed:"):
         check_fixed(parse_scheduler(recipe.scheduler).verify_len, drafter.gamma, "scheduler")

@@ -13,19 +13,21 @@ from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 
 @dataclass(frozen=True, slots=True)
 class UnpricedLoops:
-    """Makes loops in modes that price no steps, with confidences as the drafter gives them."""
+    """Makes loops in modes that price no steps, with confidences as the drafter gives them; without a drafter they
+    decode plainly."""
 
     target: TargetEngine
-    drafter: DraftEngine
+    drafter: DraftEngine | None
     decode: Callable[[Sequence[int]], str]
     eos_token_ids: Sequence[int] = ()
 
     def __call__(self, scheduler: SchedulerConfig, on_verified: OnVerified | None = None) -> DecodingLoop:
+        gamma = 0 if self.drafter is None else self.drafter.gamma
         return DecodingLoop(
             target=self.target,
             drafter=self.drafter,
             step_table=None,
-            calibration=Calibration.from_temperatures([1.0] * self.drafter.gamma),
+            calibration=Calibration.from_temperatures([1.0] * gamma),
             eos_token_ids=self.eos_token_ids,
             decode=self.decode,
             scheduler=scheduler,

@@ -17,7 +17,7 @@ from dspark_trt.checkpoints.drafter import read_drafter_spec
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
 from dspark_trt.checkpoints.locate import locate_here
 from dspark_trt.checkpoints.pairing import check_specs
-from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec, TargetSpec
+from dspark_trt.checkpoints.spec import DecoderSpec, DraftSource, NgramSpec, TargetSpec
 from dspark_trt.checkpoints.target import read_target_spec
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
@@ -43,11 +43,11 @@ class BuildPlan:
     recipe: BuildRecipe  # resolved
     reason: str  # why this backend
     target: TargetSpec
-    drafter: DrafterSpec
+    drafter: DraftSource
     output: Path
     max_seq_len: int
     weight_bytes: int  # of both models, as the engines hold them
-    kv_bytes: int  # of both, for all slots at full length; taken when the engines are opened
+    kv_bytes: int  # of both, for all rows at full length; taken when the engines are opened
     disk_bytes: int  # of the finished build, at most
     seconds: float  # a guess
 
@@ -60,17 +60,14 @@ class BuildPlan:
         recipe, drafter = self.recipe, self.drafter
         return {
             "target": f"{recipe.target}: {self.target.family}, {_decoder(self.target.decoder)}",
-            "drafter": (
-                f"{recipe.drafter}: gamma {drafter.gamma}, taps {list(drafter.target_layer_ids)}, "
-                f"{_decoder(drafter.decoder)}"
-            ),
+            "drafter": f"{recipe.drafter}: {_drafting(drafter)}",
             "backend": f"{recipe.backend}, {recipe.precision}: {self.reason}",
             "limits": (
-                f"{recipe.max_slots} slots, {self.max_seq_len} positions, {recipe.max_batch_tokens} tokens a step"
+                f"{recipe.max_requests} requests, {self.max_seq_len} positions, {recipe.max_batch_tokens} tokens a step"
             ),
             "scheduler": recipe.scheduler,
             "memory": (
-                f"{_gb(self.memory_bytes)}: {_gb(self.weight_bytes)} weights, {_gb(self.kv_bytes)} KV of all slots"
+                f"{_gb(self.memory_bytes)}: {_gb(self.weight_bytes)} weights, {_gb(self.kv_bytes)} KV of all rows"
             ),
             "disk": f"{_gb(self.disk_bytes)} at most, in {self.output}",
             "time": f"about {math.ceil(self.seconds / 60)} min (a guess)",
@@ -99,18 +96,22 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
     check_recipe(recipe)
     choice = choose_backend(recipe)
     recipe = choice.recipe
-    for source, revision in ((recipe.target, recipe.target_revision), (recipe.drafter, recipe.drafter_revision)):
-        locate_here(source, revision)  # a path that does not exist is said before the hub is asked for the other one
-    drafter = read_drafter_spec(recipe.drafter, recipe.drafter_revision)
+    drafter: DraftSource = NgramSpec(recipe.lookup_drafts)
+    locate_here(recipe.target, recipe.target_revision)
+    if recipe.has_drafter_model:
+        # a path that does not exist is said before the hub is asked for the other one
+        locate_here(recipe.drafter, recipe.drafter_revision)
+        drafter = read_drafter_spec(recipe.drafter, recipe.drafter_revision)
     target = read_target_spec(recipe.target, recipe.target_revision)
-    check_specs(target, drafter)
+    max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, target.decoder.max_position_embeddings)
+    limits = EngineLimits(recipe.max_requests, max_seq_len, recipe.max_batch_tokens)
+    check_limits(limits, target.decoder, gamma=drafter.gamma, what="target")
+    if not isinstance(drafter, NgramSpec):
+        check_specs(target, drafter)
+        check_limits(limits, drafter.decoder, gamma=drafter.gamma, what="drafter")
+        check_top_n(drafter.decoder.vocab_size, recipe.markov_top_n or 0)
     check_scheduler(recipe, drafter)
     check_calibration(recipe, drafter)
-    max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, target.decoder.max_position_embeddings)
-    limits = EngineLimits(recipe.max_slots, max_seq_len, recipe.max_batch_tokens)
-    check_limits(limits, target.decoder, gamma=drafter.gamma, what="target")
-    check_limits(limits, drafter.decoder, gamma=drafter.gamma, what="drafter")
-    check_top_n(drafter.decoder.vocab_size, recipe.markov_top_n or 0)
     plan = _sized(recipe, choice.reason, target, drafter, output, limits)
     _check_memory(plan)
     _check_disk(plan)
@@ -118,15 +119,18 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
 
 
 def _sized(
-    recipe: BuildRecipe, reason: str, target: TargetSpec, drafter: DrafterSpec, output: Path, limits: EngineLimits
+    recipe: BuildRecipe, reason: str, target: TargetSpec, drafter: DraftSource, output: Path, limits: EngineLimits
 ) -> BuildPlan:
     assert recipe.precision is not None, "resolved"
-    shapes = [*target_shapes(target).values(), *drafter_shapes(drafter).values()]
+    shapes, decoders = list(target_shapes(target).values()), [target.decoder]
+    if not isinstance(drafter, NgramSpec):
+        shapes += drafter_shapes(drafter).values()
+        decoders.append(drafter.decoder)
     weight_bytes = int(sum(map(math.prod, shapes)) * WEIGHT_BYTES[recipe.precision])
     is_on_device = recipe.backend != "onnxruntime"
-    positions = limits.max_slots * (limits.max_seq_len + limits.max_batch_tokens)
+    positions = limits.max_requests * (limits.max_seq_len + limits.max_batch_tokens)
     element = 2 if is_on_device else 4
-    kv_bytes = sum(positions * element * _kv_elements(each.decoder) for each in (target, drafter))
+    kv_bytes = sum(positions * element * _kv_elements(each) for each in decoders)
     # engines hold the weights again, and a tied or shared head once more
     head = target.decoder.vocab_size * target.decoder.hidden_size * WEIGHT_BYTES[recipe.precision]
     disk_bytes = int((2 * weight_bytes + 2 * head) if is_on_device else weight_bytes + head)
@@ -159,8 +163,8 @@ def _check_memory(plan: BuildPlan) -> None:
         raise CapacityError(
             f"memory: the engines need {_gb(plan.memory_bytes)} ({_gb(plan.weight_bytes)} weights, "
             f"{_gb(plan.kv_bytes)} KV of "
-            f"{plan.recipe.max_slots} slots of {plan.max_seq_len} positions), found {_gb(available)}; lower "
-            f"--max-slots or "
+            f"{plan.recipe.max_requests} rows of {plan.max_seq_len} positions), found {_gb(available)}; lower "
+            f"--max-requests or "
             "--max-seq-len, or choose a --precision of fewer bytes"
         )
 
@@ -177,6 +181,12 @@ def _check_disk(plan: BuildPlan) -> None:
             f"or give an "
             "--output on another disk"
         )
+
+
+def _drafting(drafter: DraftSource) -> str:
+    if isinstance(drafter, NgramSpec):
+        return f"no model; up to {drafter.gamma} drafts copied from each request's own text"
+    return f"gamma {drafter.gamma}, taps {list(drafter.target_layer_ids)}, {_decoder(drafter.decoder)}"
 
 
 def _decoder(decoder: DecoderSpec) -> str:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dspark_trt.building.calibration_stage import gamma_of, measure
+from dspark_trt.building.calibration_stage import given_for, measure
 from dspark_trt.building.context import Context
 from dspark_trt.building.renew import renew
 from dspark_trt.building.stages import STAGES
-from dspark_trt.calibration.file import CALIBRATION_FILE, CalibrationFile
-from dspark_trt.calibration.given import read_given
+from dspark_trt.calibration.file import CALIBRATION_FILE, CalibrationFile, load_calibration
 from dspark_trt.calibration.prompts import Prompt
+from dspark_trt.errors import ManifestError
 from dspark_trt.log import Progress
 
 STAGE = "calibration"
@@ -42,10 +42,24 @@ def recalibrate(
 def import_calibration(folder: Path, path: Path) -> CalibrationFile:
     """Put a given file into the build (see calibration/given.py); no engine is opened.
 
+    What the build has measured and the file does not say stays: mean survival, and acceptance of copied drafts.
+
     Raises RecipeError when the file is not acceptable, else as `renew`.
     """
-    given = read_given(path, gamma_of(folder), said_in="--import")
+    given = given_for(folder, path, said_in="--import")
+    known = _known(folder, len(given.temperatures))
+    if known is not None:
+        kept = {"survival": given.survival or known.survival, "lookup": given.lookup or known.lookup}
+        given = given.model_copy(update=kept)
     return _replace(folder, lambda context, report: given, lambda fraction: None, is_measured=False)
+
+
+def _known(folder: Path, gamma: int) -> CalibrationFile | None:
+    """The build's own, unless it is what has to be replaced."""
+    try:
+        return load_calibration(folder / STAGE / CALIBRATION_FILE, gamma=gamma)
+    except ManifestError:
+        return None
 
 
 def _replace(

@@ -19,6 +19,7 @@ from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError, abridged, place
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
+NGRAM = "ngram"  # the drafter that is no model; a folder of that name is given as ./ngram
 
 
 class BuildRecipe(BaseModel):
@@ -27,7 +28,10 @@ class BuildRecipe(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     target: str = Field(description="Hugging Face folder or hub id, or a GGUF file.")
-    drafter: str = Field(description="DSpark checkpoint: Hugging Face folder or hub id.")
+    drafter: str = Field(
+        description="DSpark checkpoint: Hugging Face folder or hub id; ngram: none, drafts are copied from each "
+        "request's own text."
+    )
     target_revision: str | None = Field(default=None, description="Commit, tag or branch of the target's hub id.")
     drafter_revision: str | None = Field(default=None, description="Commit, tag or branch of the drafter's hub id.")
     backend: Backend = Field(
@@ -41,7 +45,7 @@ class BuildRecipe(BaseModel):
     compute_capabilities: Annotated[
         tuple[int, ...], Option(default="the GPU here", flag="--compute-capability", metavar="SM")
     ] = Field(default=(), description="tensorrt_rtx: SM to compile for ahead of time, e.g. 89; several times.")
-    max_slots: int = Field(
+    max_requests: int = Field(
         default=32, ge=1, le=1024, description="Requests decoded at once; KV memory is taken for all of them."
     )
     max_seq_len: Annotated[int | None, Option(default="4096, or the target's limit")] = Field(
@@ -61,6 +65,7 @@ class BuildRecipe(BaseModel):
         description="Drafts copied from a request's own text where it repeats itself; auto: in scheduler mode auto, "
         "where they promise more than the drafter's.",
     )
+    lookup_drafts: int = Field(default=7, ge=2, le=16, description="Drafts copied at most, with drafter ngram.")
     draft_vocab: Annotated[str | int, Option(metavar="auto|all|N")] = Field(
         default="auto",
         description="Token ids that the drafter proposes: all, the N most frequent, or what measures best.",
@@ -87,6 +92,11 @@ class BuildRecipe(BaseModel):
     num_threads: Annotated[int | None, Option(default="the cores here")] = Field(
         default=None, ge=1, le=256, description="onnxruntime: threads of an engine."
     )
+
+    @property
+    def has_drafter_model(self) -> bool:
+        """Whether a model drafts; without one, drafts are copied from each request's own text."""
+        return self.drafter != NGRAM
 
     @field_validator("*", mode="before")
     @classmethod

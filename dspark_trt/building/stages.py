@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dspark_trt.building.calibration_stage import calibration_inputs, calibration_settings, make_calibration
+from dspark_trt.building.checkpoints_stage import checkpoint_inputs, checkpoint_settings, make_checkpoints
 from dspark_trt.building.context import Context
 from dspark_trt.building.drafter_graphs import write_drafter
 from dspark_trt.building.host_time import with_host_time
 from dspark_trt.building.interrupts import deferred_interrupt
 from dspark_trt.building.loops import UnpricedLoops
-from dspark_trt.building.trial import try_text
-from dspark_trt.checkpoints.layout import check_finite
-from dspark_trt.checkpoints.locate import locate, source_files
-from dspark_trt.checkpoints.spec_json import spec_to_json
-from dspark_trt.checkpoints.tokenizer import write_tokenizer
+from dspark_trt.checkpoints.spec_json import read_draft_source
 from dspark_trt.engines.open import open_engines
 from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
@@ -32,12 +30,11 @@ from dspark_trt.machine.gpu import Gpu
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
 from dspark_trt.packaging.model_repo import write_model_repo
 from dspark_trt.steptable.profile import profile
+from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec
 
 # An engine on a device runs a new kind of call once as it is, then records a CUDA graph of it, then plays that
 NUM_WARM_UPS_ON_A_DEVICE = 3
-# DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
-DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,50 +49,26 @@ class Stage:
     inputs: Callable[[Context], list[Path]] = lambda context: []
 
 
-def _write_json(path: Path, data: Any) -> None:
-    path.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def _checkpoint_inputs(context: Context) -> list[Path]:
-    recipe = context.recipe
-    target = source_files(locate(recipe.target, recipe.target_revision))
-    return [*target, *source_files(locate(recipe.drafter, recipe.drafter_revision))]
-
-
-def _make_checkpoints(context: Context, folder: Path, progress: Progress) -> None:
-    recipe = context.recipe
-    _write_json(folder / "target.json", spec_to_json(context.target.spec))
-    _write_json(folder / "drafter.json", spec_to_json(context.drafter.spec))
-    progress(0.3)
-    check_finite(context.target.weights, recipe.target)
-    check_finite(context.drafter.weights, recipe.drafter)
-    progress(0.7)
-    write_tokenizer(
-        recipe.target,
-        folder / "tokenizer",
-        revision=recipe.target_revision,
-        chat_template_kwargs=DEFAULT_TEMPLATE_KWARGS.get(context.target.spec.family, {}) | recipe.chat_template_kwargs,
-    )
-    try_text(folder / "tokenizer", recipe.target)
-
-
 def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
     target, drafter, precision = context.target, context.drafter, context.precision
     limits, is_on_device = context.limits, context.is_on_device
-    # what does not fit the drafter is said before the target's weights are written
-    check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
-    check_top_n(drafter.spec.decoder.vocab_size, context.recipe.markov_top_n or 0)
+    if drafter is not None:  # what does not fit it is said before the target's weights are written
+        check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
+        check_top_n(drafter.spec.num_draft_ids, context.recipe.markov_top_n or 0)
     write_target_graph(
         target,
         folder,
-        taps=drafter.spec.target_layer_ids,
+        taps=context.draft_source.target_layer_ids,
+        norm_last_tap=drafter is not None and drafter.spec.is_last_tap_normed,
         limits=limits,
-        gamma=drafter.spec.gamma,
+        gamma=context.draft_source.gamma,
         precision=precision,
         attention="standard" if is_on_device else "gqa",
     )
+    if drafter is None:
+        return
     progress(0.3)
-    write_drafter(context, folder, lambda fraction: progress(0.3 + 0.7 * fraction))
+    write_drafter(context, drafter, folder, lambda fraction: progress(0.3 + 0.7 * fraction))
     if is_on_device:
         write_select_graph(drafter.spec, folder, limits=limits, precision=precision)
 
@@ -118,23 +91,34 @@ def _make_engines(context: Context, folder: Path, progress: Progress) -> None:
                 progress(fraction)
 
             compile_graphs(context.output / "graphs", folder, compile_settings, progress=report)
-    _write_json(folder / ENGINE_FILE, settings.model_dump())
+    (folder / ENGINE_FILE).write_text(json.dumps(settings.model_dump(), indent=1) + "\n")
 
 
 def _make_steptable(context: Context, folder: Path, progress: Progress) -> None:
+    measure_step_table(context, progress).save(folder / "step_table.json")
+
+
+def measure_step_table(context: Context, progress: Progress, budget_s: float = math.inf) -> StepTable:
+    """The table of a build whose engines are there, of this machine; `budget_s` as in `profile`.
+
+    Raises EnvironmentMissingError where the engines' GPU is not.
+    """
     _check_can_measure(context)
     engines = open_engines(context.output)
     table = profile(
         engines.target,
         engines.drafter,
+        gamma=read_draft_source(context.output).gamma,
         provenance=measured_with(context) | {"precision": context.precision},
         progress=progress,
         synchronize=engines.synchronize,
         num_warm_ups=NUM_WARM_UPS_ON_A_DEVICE if context.is_on_device else 1,
         is_padded=context.is_on_device,
+        num_threads=1 if context.is_on_device else context.recipe.num_threads or cpu.num_cores(),
+        budget_s=budget_s,
     )
     codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
-    with_host_time(table, UnpricedLoops(engines.target, engines.drafter, codec.decode)).save(folder / "step_table.json")
+    return with_host_time(table, UnpricedLoops(engines.target, engines.drafter, codec.decode))
 
 
 def _check_can_measure(context: Context) -> None:
@@ -160,7 +144,7 @@ def _measured_on(context: Context) -> dict[str, Any]:
 def measured_with(context: Context) -> dict[str, Any]:
     """What the times of a step table depend on besides the engines' files."""
     packages = DEVICE_DISTRIBUTIONS if context.is_on_device else ("onnxruntime",)
-    here = _measured_on(context) | {"versions": installed_versions(*packages)}
+    here = _measured_on(context) | {"backend": context.recipe.backend, "versions": installed_versions(*packages)}
     if not context.is_on_device:
         here["num_threads"] = context.recipe.num_threads or cpu.num_cores()
     return here
@@ -188,9 +172,9 @@ STAGES = (
         name="checkpoints",
         predecessors=(),
         packages=lambda context: ("dspark_trt.checkpoints",),
-        settings=lambda context: {"chat_template_kwargs": context.recipe.chat_template_kwargs},
-        make=_make_checkpoints,
-        inputs=_checkpoint_inputs,
+        settings=checkpoint_settings,
+        make=make_checkpoints,
+        inputs=checkpoint_inputs,
     ),
     Stage(
         name="graphs",
@@ -199,7 +183,11 @@ STAGES = (
         # the drafter's form is chosen by code of this room
         packages=lambda context: (
             *("dspark_trt.graphs", "dspark_trt.contract", "dspark_trt_plugins"),
-            *(() if context.is_on_device else ("dspark_trt.building.drafter_*",)),
+            *(
+                ()
+                if context.is_on_device or not context.recipe.has_drafter_model
+                else ("dspark_trt.building.drafter_*",)
+            ),
         ),
         settings=lambda context: {
             "precision": context.precision,

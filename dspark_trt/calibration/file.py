@@ -38,12 +38,13 @@ class LookupCurves(BaseModel):
 
 
 class CalibrationFile(BaseModel):
-    """Everything about a calibration. `kind` neutral: nothing was fitted."""
+    """Everything about a calibration. `kind` neutral: nothing was fitted; lookup: there is no drafter, and only how
+    often copied drafts are accepted was measured."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: Literal[1] = 1
-    kind: Literal["fitted", "neutral", "imported"]
+    kind: Literal["fitted", "neutral", "imported", "lookup"]
     greedy: Lines
     sampled: Lines
     survival: tuple[Probability, ...] = ()  # mean survival of each position
@@ -96,6 +97,11 @@ def neutral(
         lookup=_curves(lookup),
         provenance=provenance or {},
     )
+
+
+def of_lookups(gamma: int, lookup: LookupAcceptance, provenance: dict[str, Any]) -> CalibrationFile:
+    """Of a build without a drafter, whose confidences are the curves'."""
+    return neutral(gamma, provenance, lookup).model_copy(update={"kind": "lookup"})
 
 
 def fitted(

@@ -17,7 +17,7 @@ from dspark_trt.contract.calibration import Calibration, SlotCalibration
 
 Floats = NDArray[np.float64]
 
-MIN_BLOCKS = 400  # of a regime; with fewer its lines stay neutral
+MIN_BLOCKS = 400  # of a regime; with fewer it takes the lines of all blocks; of all, with fewer they stay neutral
 MIN_REACHING = 50  # blocks whose drafts before a slot are accepted; with fewer the slot stays neutral
 MIN_SLOPE = 0.02
 TEMPERATURES = np.exp(np.linspace(np.log(0.2), np.log(8.0), 80))
@@ -26,33 +26,33 @@ _NUM_NEWTON_STEPS = 30
 
 
 def fit(recording: Recording) -> Calibration:
-    """Lines for greedy requests and for those that sample, each from its own blocks."""
+    """Lines for greedy requests and for those that sample, each from its own blocks where they are enough, else from
+    all of them."""
     gamma = recording.confidence_logits.shape[1]
-    neutral = Calibration.from_temperatures([1.0] * gamma).greedy
-    lines = []
-    for of_regime in (recording.is_greedy, ~recording.is_greedy):
-        part = recording.chosen(of_regime)
-        lines.append(_fit_lines(part) if len(part) >= MIN_BLOCKS else None)
-    greedy, sampled = lines
-    observed = np.cumprod(recording.acceptance, axis=1).mean(axis=0) if len(recording) else np.ones(gamma)
-    return Calibration(
-        greedy=greedy or sampled or neutral,
-        sampled=sampled or greedy or neutral,
-        survival=tuple(float(each) for each in observed) if len(recording) >= MIN_BLOCKS else (),
-    )
+    if len(recording) < MIN_BLOCKS:
+        return Calibration.from_temperatures([1.0] * gamma)
+    parts = [recording.chosen(of_regime) for of_regime in (recording.is_greedy, ~recording.is_greedy)]
+    greedy, sampled = (_fit_lines(part if len(part) >= MIN_BLOCKS else recording) for part in parts)
+    observed = np.cumprod(recording.acceptance, axis=1).mean(axis=0)
+    return Calibration(greedy, sampled, survival=tuple(float(each) for each in observed))
 
 
 def fit_temperatures(recording: Recording) -> list[float]:
-    """T_j of plain Sequential Temperature Scaling: left to right, the smallest cumulative ECE on a grid."""
+    """T_j of plain Sequential Temperature Scaling: left to right, the smallest cumulative ECE on a grid.
+
+    1 for a slot that too few blocks reach.
+    """
+    enough = reaching(recording) >= MIN_REACHING
     logits = recording.confidence_logits.astype(np.float64)
     predicted, observed = np.ones(len(recording)), np.ones(len(recording))
     temperatures = []
     for slot in range(logits.shape[1]):
         observed = observed * recording.acceptance[:, slot]
-        candidates = [predicted * _sigmoid(logits[:, slot] / temperature) for temperature in TEMPERATURES]
+        grid = TEMPERATURES if enough[slot] else np.ones(1)
+        candidates = [predicted * _sigmoid(logits[:, slot] / temperature) for temperature in grid]
         best = int(np.argmin([expected_calibration_error(each, observed) for each in candidates]))
         predicted = candidates[best]
-        temperatures.append(float(TEMPERATURES[best]))
+        temperatures.append(float(grid[best]))
     return temperatures
 
 

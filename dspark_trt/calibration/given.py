@@ -29,8 +29,9 @@ _FOLDERS = ("profile", "hardware_profile")  # of vllm-ascend
 _Temperatures = TypeAdapter(list[Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]])
 
 
-def read_given(path: Path, gamma: int, *, said_in: str = "calibration") -> CalibrationFile:
-    """said_in: the recipe key or the option that gave the path.
+def read_given(path: Path, gamma: int, *, is_of_lookups: bool = False, said_in: str = "calibration") -> CalibrationFile:
+    """is_of_lookups: drafts are copied from each request's own text, which no temperature describes.
+    said_in: the recipe key or the option that gave the path.
 
     Raises RecipeError when the file cannot be read, holds none of the forms, or not one number for each slot."""
     where = f"{said_in}: {path}"
@@ -46,6 +47,11 @@ def read_given(path: Path, gamma: int, *, said_in: str = "calibration") -> Calib
         raise RecipeError(
             f"{where}: expected {gamma} slots, found {len(found.temperatures)}: it belongs to another "
             "drafter; give the file of this one"
+        )
+    if is_of_lookups and found.lookup is None:
+        raise RecipeError(
+            f"{where}: expected how often copied drafts are accepted (`lookup`), found none; give the calibration.json "
+            "of a build with drafter ngram, or leave it out"
         )
     provenance = {"imported_from": path.name, "kind": found.kind, "provenance": found.provenance}
     return found.model_copy(update={"kind": "imported", "provenance": provenance})

@@ -31,13 +31,19 @@ class Answer:
 def fit_lookup(answers: Iterable[Answer]) -> LookupAcceptance:
     """The share of accepted first drafts by match length, for greedy and for sampled answers; never falls with the
     length. Near `UNMEASURED_LOOKUP` where little was seen."""
-    accepted, seen = np.zeros((2, MAX_MATCH)), np.zeros((2, MAX_MATCH))
-    for answer in answers:
-        _count(answer, accepted[0 if answer.is_greedy else 1], seen[0 if answer.is_greedy else 1])
+    accepted, seen = count_lookups(answers)
     prior = UNMEASURED_LOOKUP.curves
     curves = (accepted + PRIOR_WEIGHT * prior) / (seen + PRIOR_WEIGHT)
     greedy, sampled = (tuple(isotonic(curve.tolist())) for curve in curves)
     return LookupAcceptance(greedy=greedy, sampled=sampled)
+
+
+def count_lookups(answers: Iterable[Answer]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Accepted first drafts and lookups that found something, each [greedy, sampled] x [match length]."""
+    accepted, seen = np.zeros((2, MAX_MATCH)), np.zeros((2, MAX_MATCH))
+    for answer in answers:
+        _count(answer, accepted[0 if answer.is_greedy else 1], seen[0 if answer.is_greedy else 1])
+    return accepted, seen
 
 
 def _count(answer: Answer, accepted: NDArray[np.float64], seen: NDArray[np.float64]) -> None:

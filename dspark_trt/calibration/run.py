@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from dspark_trt.calibration.file import CalibrationFile, fitted, neutral
+from dspark_trt.calibration.file import CalibrationFile, fitted, neutral, of_lookups
 from dspark_trt.calibration.fit import MIN_BLOCKS, fit, fit_temperatures, reaching
-from dspark_trt.calibration.lookup import Answer, fit_lookup
+from dspark_trt.calibration.lookup import Answer, count_lookups, fit_lookup
 from dspark_trt.calibration.prompts import Prompt
 from dspark_trt.calibration.quality import qualities
 from dspark_trt.calibration.record import Recorder, Recording
@@ -83,11 +83,13 @@ def calibrate(
     max_tokens: int = MAX_TOKENS,
     num_samples: int = 1,
     max_seq_len: int,
+    is_of_lookups: bool = False,
     progress: Progress = lambda fraction: None,
 ) -> CalibrationFile:
     """Fit on the prompts for it, measure on those held out; neutral where too few blocks were seen.
 
-    budget_s: seconds; max_tokens: of an answer; num_samples: see `record_blocks`.
+    budget_s: seconds; max_tokens: of an answer; num_samples: see `record_blocks`. is_of_lookups: there is no drafter,
+    loops decode plainly, and how often copied drafts are accepted is all there is to measure.
     """
     recorder = record_blocks(
         make_loop,
@@ -99,17 +101,25 @@ def calibrate(
         max_seq_len=max_seq_len,
         progress=progress,
     )
-    to_fit, held_out = _split(recorder.recording(gamma), prompts)
     lookup = fit_lookup(recorder.answers)
-    provenance = {
+    effort = {
         "num_prompts": len(prompts),
-        "num_fit_blocks": _by_regime(to_fit),
-        "num_held_out_blocks": _by_regime(held_out),
-        "num_reaching": {name: _reaching(to_fit, is_greedy) for name, is_greedy in _REGIMES.items()},
         "temperatures": list(TEMPERATURES),
         "budget_s": budget_s,
         "max_tokens": max_tokens,
         "num_samples": num_samples,
+    }
+    if is_of_lookups:
+        _, seen = count_lookups(recorder.answers)
+        num_lookups = dict(zip(_REGIMES, seen.astype(int).tolist(), strict=True))  # by match length
+        return of_lookups(gamma, lookup, effort | {"num_lookups": num_lookups})
+    to_fit, held_out = _split(recorder.recording(gamma), prompts)
+    provenance = effort | {
+        "num_fit_prompts": len(np.unique(to_fit.groups)),
+        "num_held_out_prompts": len(np.unique(held_out.groups)),
+        "num_fit_blocks": _by_regime(to_fit),
+        "num_held_out_blocks": _by_regime(held_out),
+        "num_reaching": {name: _reaching(to_fit, is_greedy) for name, is_greedy in _REGIMES.items()},
     }
     if len(to_fit) < MIN_BLOCKS or len(held_out) < MIN_BLOCKS // 4:
         logger.warning(

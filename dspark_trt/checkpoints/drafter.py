@@ -1,17 +1,18 @@
-"""Reads a DSpark drafter in DeepSpec's format, in all its forms.
+"""Reads a block drafter in any dialect (see `drafters`) and in all its forms.
 
 A feature counts when the configuration and the tensors both say so; where they contradict each other, neither is right.
-Source: paper (arXiv 2607.05147) section 3.1; DeepSpec's checkpoints for the key and tensor names.
+Source: paper (arXiv 2607.05147) section 3.1; DeepSpec's checkpoints for the canonical key and tensor names.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from pydantic import Field, NonNegativeInt, PositiveInt
-
-from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, read_json, refuse_unsupported
-from dspark_trt.checkpoints.drafter_format import refuse_other_formats
+from dspark_trt.checkpoints.config import read_json
+from dspark_trt.checkpoints.drafters.description import Description, DrafterConfig
+from dspark_trt.checkpoints.drafters.draft_ids import check_head, take_draft_ids
+from dspark_trt.checkpoints.drafters.formats import read_description
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes, is_equal
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.quantised import refuse_quantised
@@ -22,26 +23,6 @@ from dspark_trt.errors import CheckpointError
 _W1 = "markov_head.markov_w1.weight"
 _GATE, _JOINT = "markov_head.gate_proj.weight", "markov_head.joint_proj.weight"
 _CONFIDENCE, _CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
-_MAX_BLOCK = 1024  # beyond any drafter
-_HINTS = {
-    "target_layer_ids": "it says which target layers the drafter was trained on, and no default is right for another "
-    "drafter: take the value from the training configuration",
-    "block_size": "it is the number of drafts per block that the drafter was trained with",
-    "mask_token_id": "it is the token that fills the block after the anchor; take it from the training configuration",
-}
-
-
-class DrafterConfig(DecoderConfig):
-    """config.json of a drafter: the decoder's keys and DeepSpec's."""
-
-    block_size: int = Field(ge=1, le=_MAX_BLOCK)
-    mask_token_id: NonNegativeInt
-    target_layer_ids: list[int] = Field(min_length=1)
-    num_target_layers: PositiveInt | None = None
-    markov_rank: NonNegativeInt | None = None
-    markov_head_type: MarkovHeadType | None = None
-    enable_confidence_head: bool | None = None
-    confidence_head_with_markov: bool | None = None
 
 
 def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = None) -> DrafterCheckpoint:
@@ -53,15 +34,17 @@ def read_drafter(source: str, target: TargetCheckpoint, revision: str | None = N
     EnvironmentMissingError when the hub cannot be reached.
     """
     folder = locate(source, revision)
-    config, where = _read_config(folder), str(folder / "config.json")
-    weights = open_safetensors(folder, rename=str)
+    description, where = _describe(folder), str(folder / "config.json")
+    weights = open_safetensors(folder, rename=description.rename).without(description.copies_of_target)
     refuse_quantised({}, weights.names(), str(folder))
-    if config.tie_word_embeddings:
+    check_head(description.spec, weights.names(), where)
+    draft_ids, weights = take_draft_ids(description.spec, weights, where)
+    if description.config.tie_word_embeddings:
         _refuse_ambiguous_head(weights, target, where)
     weights = _without_shared(weights, target)
-    spec = _spec(config, weights, where)
+    spec = _spec(description, weights, where)
     check_tensors(weights, drafter_shapes(spec), str(folder))
-    return DrafterCheckpoint(spec, weights)
+    return DrafterCheckpoint(spec, weights, draft_ids)
 
 
 def read_drafter_spec(source: str, revision: str | None = None) -> DrafterSpec:
@@ -70,66 +53,41 @@ def read_drafter_spec(source: str, revision: str | None = None) -> DrafterSpec:
     What only tensors tell is taken as the configuration says: whether there is an embedding or a head of its own, and
     whether the confidence head has a bias. Raises CheckpointError, EnvironmentMissingError as `read_drafter` does.
     """
-    folder = locate(source, revision, with_weights=False)
-    config, where = _read_config(folder), str(folder / "config.json")
-    rank = config.markov_rank or 0
-    return DrafterSpec(
-        decoder=decoder_spec(config, "qwen3", where),
-        gamma=config.block_size,
-        mask_token_id=config.mask_token_id,
-        target_layer_ids=_taps(config, where),
-        markov_rank=rank,
-        markov_head_type=config.markov_head_type or "vanilla",
-        has_confidence_head=bool(config.enable_confidence_head),
-        has_confidence_bias=False,
-        is_confidence_with_markov=bool(config.confidence_head_with_markov),
-        has_own_embedding=False,
-        has_own_head=False,
-        num_target_layers=config.num_target_layers,
-    )
+    return _describe(locate(source, revision, with_weights=False)).spec
 
 
-def _read_config(folder: Path) -> DrafterConfig:
+def _describe(folder: Path) -> Description:
     if folder.is_file():
         raise CheckpointError(f"{folder}: drafters are read from Hugging Face folders and hub ids, found a GGUF file")
     where = str(folder / "config.json")
     values = read_json(folder / "config.json")
-    refuse_other_formats(values, where)
     refuse_quantised(values, (), where)
-    refuse_unsupported(values, where, is_causal=False)
-    return parse(DrafterConfig, values, where, _HINTS)
+    return read_description(values, where)
 
 
-def _taps(config: DrafterConfig, where: str) -> tuple[int, ...]:
-    taps = tuple(config.target_layer_ids)
-    if list(taps) != sorted(set(taps)):
-        raise CheckpointError(
-            f"{where}: target_layer_ids {list(taps)} are not strictly increasing; the columns of fc follow their "
-            "order, so they must be written as trained"
-        )
-    return taps
-
-
-def _spec(config: DrafterConfig, weights: SafetensorsStore, where: str) -> DrafterSpec:
-    names = weights.names()
-    taps = _taps(config, where)
+def _spec(description: Description, weights: SafetensorsStore, where: str) -> DrafterSpec:
+    """The description with what tensors tell. Raises CheckpointError where they contradict the configuration."""
+    names, config = weights.names(), description.config
     rank = _markov_rank(config, weights, where)
-    has_confidence = _agrees(
-        bool(config.enable_confidence_head), _CONFIDENCE in names, "enable_confidence_head", _CONFIDENCE, where
-    )
-    return DrafterSpec(
-        decoder=decoder_spec(config, "qwen3", where),
-        gamma=config.block_size,
-        mask_token_id=config.mask_token_id,
-        target_layer_ids=taps,
+    has_confidence = _CONFIDENCE in names
+    if not (description.is_confidence_told_by_tensors and config.enable_confidence_head is None):
+        is_stated = bool(config.enable_confidence_head)
+        _agrees(is_stated, has_confidence, "enable_confidence_head", _CONFIDENCE, where)
+    head_type = _markov_head_type(config, names, where) if rank else "vanilla"
+    if head_type == "rnn" and description.spec.is_mask_first:
+        raise CheckpointError(
+            f"{where}: markov_head_type is 'rnn' in a drafter that is mask first: its recurrence was trained from the "
+            "anchor's position on, which is not implemented; use a vanilla or gated head, or an anchor-first drafter"
+        )
+    return replace(
+        description.spec,
         markov_rank=rank,
-        markov_head_type=_markov_head_type(config, names, where) if rank else "vanilla",
+        markov_head_type=head_type,
         has_confidence_head=has_confidence,
         has_confidence_bias=has_confidence and _CONFIDENCE_BIAS in names,
         is_confidence_with_markov=has_confidence and _is_with_markov(config, rank, weights, where),
         has_own_embedding=EMBEDDING in names,
         has_own_head=HEAD in names,
-        num_target_layers=config.num_target_layers,
     )
 
 

@@ -1,6 +1,7 @@
 """Which tensors a checkpoint must have, and the check that it has exactly these.
 
-Shape letters: `V` vocabulary, `D` hidden, `M` tap layers, `N`/`K` query/KV heads, `H` head dim, `r` Markov rank.
+Shape letters: `V` vocabulary, `W` draft vocabulary, `D` hidden, `M` tap layers, `N`/`K` query/KV heads, `H` head dim,
+`r` Markov rank.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ def target_shapes(spec: TargetSpec) -> Shapes:
 
 def drafter_shapes(spec: DrafterSpec) -> Shapes:
     """Canonical name -> shape of every tensor of a drafter. Source: paper section 3.1, eq. 2-7."""
-    V, D, r = spec.decoder.vocab_size, spec.decoder.hidden_size, spec.markov_rank
+    V, D, W, r = spec.decoder.vocab_size, spec.decoder.hidden_size, spec.num_draft_ids, spec.markov_rank
     shapes = _decoder_shapes(spec.decoder)
     shapes |= {"fc.weight": (D, spec.num_taps * D), "hidden_norm.weight": (D,)}
     if spec.has_own_embedding:
         shapes[EMBEDDING] = (V, D)
     if spec.has_own_head:
-        shapes[HEAD] = (V, D)
+        shapes[HEAD] = (W, D)
     if r:
-        shapes |= {"markov_head.markov_w1.weight": (V, r), "markov_head.markov_w2.weight": (V, r)}
+        shapes |= {"markov_head.markov_w1.weight": (V, r), "markov_head.markov_w2.weight": (W, r)}
     if r and spec.markov_head_type == "gated":
         shapes |= {"markov_head.gate_proj.weight": (r, D + r), "markov_head.gate_proj.bias": (r,)}
     if r and spec.markov_head_type == "rnn":

@@ -34,10 +34,15 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float64": np.dtype(np.float64),
 }
+_INTEGER_DTYPES: dict[str, np.dtype[Any]] = {
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "BOOL": np.dtype(np.bool_),
+}
 
 
 class SafetensorsStore:
-    """A WeightStore. Other element types than floats are listed under the format's own name, and cannot be read."""
+    """A WeightStore. Other element types than floats are listed under the format's own name, and are no weights."""
 
     def __init__(self, entries: Mapping[str, TensorInfo]) -> None:
         self._entries = dict(sorted(entries.items()))
@@ -49,10 +54,16 @@ class SafetensorsStore:
         return self._entries[name]
 
     def array(self, name: str) -> NDArray[np.generic]:
+        return self._read(name, _NUMPY_DTYPES[self._entries[name].dtype])
+
+    def integers(self, name: str) -> NDArray[np.generic]:
+        """A tensor of whole numbers or truth values: int64, int32 or bool."""
+        return self._read(name, _INTEGER_DTYPES[self._entries[name].dtype])
+
+    def _read(self, name: str, dtype: np.dtype[Any]) -> NDArray[np.generic]:
         info = self._entries[name]
         assert info.file is not None
         assert info.offset is not None
-        dtype = _NUMPY_DTYPES[info.dtype]
         num_bytes = math.prod(info.shape) * dtype.itemsize
         data = self._maps[info.file][info.offset : info.offset + num_bytes]
         array: NDArray[np.generic] = data.view(dtype).reshape(info.shape)
@@ -182,11 +193,10 @@ def _entry(file: Path, name: str, entry: dict[str, Any], data_start: int, size: 
     begin, end = entry["data_offsets"]
     if data_start + end > size:
         raise _damaged(file, f"tensor {name[:80]} ends at byte {data_start + end}, the file at byte {size}")
-    if dtype in _NUMPY_DTYPES and math.prod(shape) * _NUMPY_DTYPES[dtype].itemsize != end - begin:
-        raise _damaged(
-            file,
-            f"tensor {name[:80]} of shape {abridged(list(shape))} and type {dtype} does not take {end - begin} bytes",
-        )
+    known = (_NUMPY_DTYPES | _INTEGER_DTYPES).get(dtype)
+    if known is not None and math.prod(shape) * known.itemsize != end - begin:
+        what = f"tensor {name[:80]} of shape {abridged(list(shape))} and type {dtype}"
+        raise _damaged(file, f"{what} does not take {end - begin} bytes")
     return TensorInfo(dtype=dtype, shape=shape, file=file, offset=data_start + begin)
 
 

@@ -88,13 +88,29 @@ class TargetSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockAttention:
+    """What the queries of a draft block see in one layer: the context before the anchor, and the block."""
+
+    is_causal: bool = False  # inside the block; otherwise every slot sees all slots
+    window: int | None = None  # how far back; None: the whole context
+    window_from: Literal["slot", "anchor"] = "slot"  # slot: `window` positions, its own counted; anchor: of the context
+
+
+PLAIN_ATTENTION = BlockAttention()
+
+
+@dataclass(frozen=True, slots=True)
 class DrafterSpec:
-    """A DSpark drafter checkpoint (paper section 3.1), or a DFlash one where `markov_rank` is 0."""
+    """A DSpark drafter checkpoint (paper section 3.1), or a DFlash one where `markov_rank` is 0.
+
+    The block is anchor first: the anchor's position predicts the first draft. Or it is mask first: the anchor's
+    position predicts nothing, and gamma masks behind it do.
+    """
 
     decoder: DecoderSpec  # its own layers; same hidden size and vocabulary as the target's
     gamma: int
     mask_token_id: int
-    target_layer_ids: tuple[int, ...]  # strictly increasing; i = raw output of decoder layer i, -1 = embedding output
+    target_layer_ids: tuple[int, ...]  # strictly increasing; i = output of decoder layer i, -1 = embedding output
     markov_rank: int  # 0: no head
     markov_head_type: MarkovHeadType
     has_confidence_head: bool
@@ -105,10 +121,51 @@ class DrafterSpec:
     num_target_layers: int | None = (
         None  # layers of the target that it was trained for, where its configuration says so
     )
+    is_last_tap_normed: bool = True  # a tap of the target's last layer is what its final norm makes of it
+    is_mask_first: bool = False
+    block_attention: tuple[BlockAttention, ...] = ()  # of each layer; empty: PLAIN_ATTENTION in all
+    draft_vocab_size: int | None = None  # rows of its head and of W2 (None: of the whole vocabulary)
 
     @property
     def num_taps(self) -> int:
         return len(self.target_layer_ids)
+
+    @property
+    def block_length(self) -> int:
+        """Positions of a block of gamma drafts."""
+        return self.gamma + self.is_mask_first
+
+    @property
+    def num_draft_ids(self) -> int:
+        """Target ids that can be proposed."""
+        return self.draft_vocab_size or self.decoder.vocab_size
+
+    def attention_of(self, layer: int) -> BlockAttention:
+        return self.block_attention[layer] if self.block_attention else PLAIN_ATTENTION
+
+    @property
+    def is_plain_attention(self) -> bool:
+        """Whether every layer sees the whole context and the whole block."""
+        return all(each == PLAIN_ATTENTION for each in self.block_attention)
+
+
+@dataclass(frozen=True, slots=True)
+class NgramSpec:
+    """No checkpoint: drafts are copied from each request's own text (prompt lookup, n-gram drafts)."""
+
+    gamma: int  # drafts copied at most
+    kind: Literal["ngram"] = "ngram"
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def num_taps(self) -> int:
+        return 0
+
+
+DraftSource = DrafterSpec | NgramSpec  # what drafts: the content of checkpoints/drafter.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,3 +202,4 @@ class TargetCheckpoint:
 class DrafterCheckpoint:
     spec: DrafterSpec
     weights: WeightStore
+    draft_ids: NDArray[np.int64] | None = None  # [W] target ids of the rows of head and W2, ascending; None: all

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
+from dspark_trt.checkpoints.spec import DrafterSpec, DraftSource, NgramSpec, TargetSpec
 from dspark_trt.errors import ManifestError, place
 
-Spec = TypeVar("Spec", TargetSpec, DrafterSpec)
+Spec = TypeVar("Spec", TargetSpec, DrafterSpec, NgramSpec)
 
 
-def spec_to_json(spec: TargetSpec | DrafterSpec) -> dict[str, Any]:
+def spec_to_json(spec: TargetSpec | DraftSource) -> dict[str, Any]:
     """The specification as JSON-able values."""
     values: dict[str, Any] = TypeAdapter(type(spec)).dump_python(spec, mode="json")
     return values
@@ -23,9 +25,21 @@ def target_spec_from_json(values: Any) -> TargetSpec:
     return _from_json(TargetSpec, values)
 
 
-def drafter_spec_from_json(values: Any) -> DrafterSpec:
+def drafter_spec_from_json(values: Any) -> DraftSource:
     """Raises ManifestError when `values` were not written by `spec_to_json`."""
+    if isinstance(values, dict) and values.get("kind") == "ngram":
+        return _from_json(NgramSpec, values)
     return _from_json(DrafterSpec, values)
+
+
+def read_draft_source(build: Path) -> DraftSource:
+    """What drafts in the build directory `build`: its checkpoints/drafter.json. Raises ManifestError."""
+    path = build / "checkpoints" / "drafter.json"
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path} cannot be read ({error}); run `dspark-trt build` again") from None
+    return drafter_spec_from_json(values)
 
 
 def _from_json(kind: type[Spec], values: Any) -> Spec:

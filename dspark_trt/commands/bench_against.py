@@ -71,6 +71,7 @@ class Server:
             ttft_ms=statistics.median(each.first_token_ms for each in answers),
             steps_not_drafting=None,
             requests_not_drafting=None,
+            requests_looking_up=None,
             mean_verify_len=mean_verify_len,
             accepted_len=accepted_len,
         )

@@ -33,11 +33,21 @@ class Load:
     num_requests: int
     max_tokens: int
     prompts: tuple[BenchPrompt, ...]
+    num_windows: int = 0  # parts of the run, by the tokens that were given, to be told apart
 
     def requests(self) -> Iterator[tuple[BenchPrompt, int]]:
         """Prompts and their numbers of tokens, without end. The numbers differ, so that requests do not end as one."""
         for index, prompt in enumerate(cycle(self.prompts)):
             yield prompt, max(2, self.max_tokens * (6 + index % 5) // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A window of a run; parts of a load are of about the same tokens whatever the mode."""
+
+    tokens_per_s: float
+    mean_verify_len: float
+    steps_drafting: float  # share of the steps in which requests decoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +65,10 @@ class Measured:
     accepted_len: float | None
     steps_not_drafting: float | None  # share
     requests_not_drafting: float | None  # share, over steps
+    requests_looking_up: float | None  # share, over steps: with drafts copied from their own text
     price_errors: tuple[float, ...] = ()  # relative, of steps that read no prompt
     prefill_price_errors: tuple[float, ...] = ()
+    parts: tuple[Part, ...] = ()  # [num_windows] of the load
 
 
 @dataclass(slots=True)
@@ -64,9 +76,13 @@ class _Window:
     """What is counted: steps after the first requests were read, up to the last end."""
 
     records: list[StepRecord] = field(default_factory=list)
+    ends_s: list[float] = field(default_factory=list)  # of each step, since the window opened
     finished: list[RequestStatistics] = field(default_factory=list)
     started: float = 0.0
-    seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.ends_s[-1] if self.ends_s else 0.0
 
 
 def run_load(loop: DecodingLoop, mode: str, load: Load, repeat: int) -> Measured:
@@ -81,7 +97,7 @@ def run_load(loop: DecodingLoop, mode: str, load: Load, repeat: int) -> Measured
         emissions = loop.step()
         if was_open:
             window.records.append(loop.last_step)
-            window.seconds = time.perf_counter() - window.started
+            window.ends_s.append(time.perf_counter() - window.started)
         unread -= {emission.request_id for emission in emissions}
         if not was_open and not unread:
             window.started = time.perf_counter()
@@ -138,9 +154,29 @@ def _measured(window: _Window, mode: str, load: Load, repeat: int) -> Measured:
         accepted_len=1 + sum(record.num_drafts_accepted for record in decoding) / max(num_request_steps, 1),
         steps_not_drafting=sum(not record.num_drafting for record in decoding) / max(len(decoding), 1),
         requests_not_drafting=1 - sum(record.num_drafting for record in decoding) / max(num_request_steps, 1),
+        requests_looking_up=sum(record.num_looking_up for record in decoding) / max(num_request_steps, 1),
         price_errors=_price_errors(record for record in records if not record.num_prefill_tokens),
         prefill_price_errors=_price_errors(record for record in records if record.num_prefill_tokens),
+        parts=tuple(_parts(window, load.num_windows)),
     )
+
+
+def _parts(window: _Window, num_parts: int) -> Iterator[Part]:
+    total = sum(record.num_tokens_emitted for record in window.records)
+    parts: list[list[tuple[StepRecord, float]]] = [[] for _ in range(num_parts)]
+    given, before = 0, 0.0
+    for record, end in zip(window.records, window.ends_s, strict=True):
+        if num_parts:
+            parts[min(given * num_parts // max(total, 1), num_parts - 1)].append((record, end - before))
+        given, before = given + record.num_tokens_emitted, end
+    for part in parts:
+        decoding = [record for record, _ in part if record.num_requests]
+        num_request_steps = sum(record.num_requests for record in decoding)
+        yield Part(
+            tokens_per_s=sum(record.num_tokens_emitted for record, _ in part) / max(sum(s for _, s in part), 1e-9),
+            mean_verify_len=sum(record.num_drafts_verified for record in decoding) / max(num_request_steps, 1),
+            steps_drafting=sum(record.num_drafting > 0 for record in decoding) / max(len(decoding), 1),
+        )
 
 
 def _price_errors(records: Iterator[StepRecord]) -> tuple[float, ...]:

@@ -14,8 +14,10 @@ from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.deployment import Deployment
 from dspark_trt.errors import RecipeError
 from dspark_trt.log import Progress
+from dspark_trt.text import TextCodec
 
 MIXED = "mixed"
+NUM_WINDOWS = 8  # of a trace
 Runner = Callable[[Load, int], Measured]  # a mode, or a server, under a load, in repeat so-and-so
 
 
@@ -30,6 +32,7 @@ class Plan:
     max_tokens: int
     is_short: bool = False
     budget_s: float | None = None  # no further repeat begins that would not end within it
+    trace: tuple[str, str] | None = None  # kinds of prompts before and after the middle of a run, in place of `kinds`
 
 
 def default_modes(gamma: int, *, is_short: bool) -> tuple[str, ...]:
@@ -40,13 +43,13 @@ def default_modes(gamma: int, *, is_short: bool) -> tuple[str, ...]:
     return ("off", *(f"fixed:{count}" for count in fixed), *thresholds, "early_stop", "lagged_budget", "auto")
 
 
-def bench_prompts(deployment: Deployment, path: Path | None) -> list[BenchPrompt]:
+def bench_prompts(codec: TextCodec, path: Path | None) -> list[BenchPrompt]:
     """Held-out ones first: nothing was fitted to them. Kinds in turn."""
     found = read_prompts(path) if path else packaged_prompts()
     found = sorted(found, key=lambda prompt: prompt.split != "held_out")
     by_kind: dict[str, list[BenchPrompt]] = {}
     for prompt in found:
-        ids = tuple(deployment.codec.encode_prompt(prompt.prompt))
+        ids = tuple(codec.encode_prompt(prompt.prompt))
         by_kind.setdefault(prompt.kind, []).append(BenchPrompt(prompt.prompt, ids, prompt.kind))
     rounds = itertools.zip_longest(*by_kind.values())
     return [prompt for each in rounds for prompt in each if prompt is not None]
@@ -55,16 +58,39 @@ def bench_prompts(deployment: Deployment, path: Path | None) -> list[BenchPrompt
 def make_loads(plan: Plan, prompts: Sequence[BenchPrompt], max_seq_len: int) -> list[Load]:
     """Raises RecipeError when a kind has no prompt that fits."""
     fitting = [prompt for prompt in prompts if len(prompt.ids) + 2 <= max_seq_len]
+    if plan.trace is not None:
+        return [_turning(plan, plan.trace, fitting, concurrency) for concurrency in plan.concurrencies]
     loads = []
     for kind in plan.kinds:
-        of_kind = tuple(prompt for prompt in fitting if kind in (MIXED, prompt.kind))
-        if not of_kind:
-            kinds = sorted({prompt.kind for prompt in fitting})
-            raise RecipeError(f"--kinds: expected {MIXED} or some of {kinds}, found {kind!r}")
+        of_kind = _of_kind(fitting, kind, "--kinds")
         for concurrency in plan.concurrencies if kind == MIXED or not plan.is_short else plan.concurrencies[:1]:
             count = max(concurrency, 3 if plan.is_short else 6)
             loads.append(Load(kind, concurrency, count, plan.max_tokens, of_kind))
     return loads
+
+
+def _of_kind(prompts: Sequence[BenchPrompt], kind: str, option: str) -> tuple[BenchPrompt, ...]:
+    found = tuple(prompt for prompt in prompts if kind in (MIXED, prompt.kind))
+    if not found:
+        kinds = sorted({prompt.kind for prompt in prompts})
+        raise RecipeError(f"{option}: expected {MIXED} or some of {kinds}, found {kind!r}")
+    return found
+
+
+def _turning(plan: Plan, kinds: tuple[str, str], prompts: Sequence[BenchPrompt], concurrency: int) -> Load:
+    """Requests of the first kind up to the middle, then of the second: in flight the one gives way to the other."""
+    half = max((2 if plan.is_short else 3) * concurrency, 6)
+    first, second = (itertools.cycle(_of_kind(prompts, kind, "--trace")) for kind in kinds)
+    in_order = (*itertools.islice(first, half), *itertools.islice(second, half + concurrency))
+    return Load("-to-".join(kinds), concurrency, 2 * half, plan.max_tokens, in_order, num_windows=NUM_WINDOWS)
+
+
+def trace_of(text: str) -> tuple[str, str]:
+    """The kinds of --trace. Raises RecipeError."""
+    first, _, second = text.partition("-to-")
+    if not first or not second:
+        raise RecipeError(f"--trace: expected two kinds of prompts such as code-to-chat, found {text!r}")
+    return first, second
 
 
 def loop_runners(deployment: Deployment, modes: Sequence[str]) -> dict[str, Runner]:

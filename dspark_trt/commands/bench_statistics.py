@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dspark_trt.commands.bench_load import Measured
+from dspark_trt.commands.bench_load import Measured, Part
 
 CONFIDENCE = 0.9
 
@@ -56,6 +56,7 @@ class Summary:
     accepted_len: float | None
     steps_not_drafting: float | None
     requests_not_drafting: float | None
+    requests_looking_up: float | None
     price_error: tuple[float, float] | None  # median and p90, relative; steps that read no prompt
     prefill_price_error: tuple[float, float] | None
 
@@ -72,6 +73,74 @@ def summarize(results: Sequence[Measured], modes: Sequence[str]) -> list[Summary
         for mode in modes
         if (cell := cells.get((*load, mode))) is not None
     ]
+
+
+def errors_by_mode(
+    results: Sequence[Measured], modes: Sequence[str]
+) -> dict[str, tuple[tuple[float, float] | None, tuple[float, float] | None]]:
+    """Median and p90 of |predicted / served step time - 1| over all loads and repeats, by mode: of steps that read no
+    prompt, and of those that do."""
+    found = {}
+    for mode in modes:
+        of_mode = [result for result in results if result.mode == mode]
+        plain = _quantiles([error for result in of_mode for error in result.price_errors])
+        with_prompts = _quantiles([error for result in of_mode for error in result.prefill_price_errors])
+        if plain or with_prompts:
+            found[mode] = (plain, with_prompts)
+    return found
+
+
+def best_at_speed(summaries: Sequence[Summary], tokens_per_s: float) -> list[Summary]:
+    """Of each kind of prompts and each mode the load of most throughput that gives a user so many tokens/s; of each
+    kind the best first. A mode that no load keeps is left out."""
+    best: dict[tuple[str, str], Summary] = {}
+    for each in summaries:
+        if each.user_tokens_per_s is None or each.user_tokens_per_s < tokens_per_s:
+            continue
+        known = best.get((each.kind, each.mode))
+        if known is None or each.tokens_per_s.median > known.tokens_per_s.median:
+            best[each.kind, each.mode] = each
+    kinds = list(dict.fromkeys(each.kind for each in summaries))
+    return sorted(best.values(), key=lambda each: (kinds.index(each.kind), -each.tokens_per_s.median))
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSummary:
+    """One part of a turning run in one mode, over all repeats."""
+
+    mode: str
+    concurrency: int
+    window: int  # from 1
+    tokens_per_s: float
+    ratio_to_off: float | None  # of the same repeat and part
+    mean_verify_len: float
+    steps_drafting: float
+
+
+def summarize_windows(results: Sequence[Measured], modes: Sequence[str]) -> list[WindowSummary]:
+    """By concurrency, mode and part; empty without a turning run."""
+    off = {(each.concurrency, each.repeat): each.parts for each in results if each.mode == "off"}
+    cells: dict[tuple[int, int, int], list[tuple[Part, float | None]]] = {}
+    for result in results:
+        plain = off.get((result.concurrency, result.repeat))
+        for at, part in enumerate(result.parts):
+            ratio = part.tokens_per_s / plain[at].tokens_per_s if plain and plain[at].tokens_per_s else None
+            cells.setdefault((result.concurrency, modes.index(result.mode), at), []).append((part, ratio))
+    found = []
+    for (concurrency, mode, at), parts in sorted(cells.items()):
+        ratios = [ratio for _, ratio in parts if ratio is not None]
+        found.append(
+            WindowSummary(
+                modes[mode],
+                concurrency,
+                at + 1,
+                statistics.median(part.tokens_per_s for part, _ in parts),
+                statistics.median(ratios) if ratios else None,
+                statistics.median(part.mean_verify_len for part, _ in parts),
+                statistics.median(part.steps_drafting for part, _ in parts),
+            )
+        )
+    return found
 
 
 def _summary(cell: list[Measured], off: list[Measured] | None) -> Summary:
@@ -95,6 +164,7 @@ def _summary(cell: list[Measured], off: list[Measured] | None) -> Summary:
                 "accepted_len",
                 "steps_not_drafting",
                 "requests_not_drafting",
+                "requests_looking_up",
             )
         },
     )

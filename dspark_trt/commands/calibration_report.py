@@ -25,6 +25,7 @@ COLUMNS = (
     "greedy slope, offset",
     "sampled slope, offset",
 )
+LOOKUP_COLUMNS = ("match length", "greedy lookups", "accepted", "sampled lookups", "accepted")
 MIN_SHOWN = 10  # blocks of a bin in a diagram
 
 
@@ -34,31 +35,71 @@ def facts(found: CalibrationFile) -> list[str]:
     if found.kind == "imported":
         lines = [f"imported from {provenance['imported_from']}: nothing was recorded here"]
         return [*lines, "the errors below were measured where the file was made"] if found.before else lines
+    if _is_of_lookups(found):
+        seen = " and ".join(f"{sum(each)} {name}" for name, each in provenance["num_lookups"].items())
+        return [
+            f"drafter ngram: {seen} lookups in the answers to {provenance['num_prompts']} prompts; there is no model "
+            "whose confidences could be calibrated"
+        ]
     if "num_fit_blocks" not in provenance:
         return [f"{found.kind}: written before this version; run `dspark-trt calibrate` for its figures"]
     counts = [
-        f"{sum(provenance[key].values())} {what} ({provenance[key]['greedy']} greedy)"
-        for key, what in (("num_fit_blocks", "blocks to fit"), ("num_held_out_blocks", "held out"))
+        f"{sum(provenance[f'num_{part}_blocks'].values())} blocks {what} "
+        f"({provenance[f'num_{part}_blocks']['greedy']} greedy) of {provenance[f'num_{part}_prompts']} prompts"
+        for part, what in (("fit", "to fit"), ("held_out", "held out"))
     ]
-    lines = [f"{', '.join(counts)}, of {provenance['num_prompts']} prompts"]
+    lines = [", ".join(counts)]
+    unseen = provenance["num_prompts"] - provenance["num_fit_prompts"] - provenance["num_held_out_prompts"]
+    if unseen:
+        lines.append(
+            f"{unseen} of {provenance['num_prompts']} prompts gave none: out of time (raise --seconds), or too long"
+        )
     if found.kind == "neutral":
         needed = f"at least {MIN_BLOCKS} to fit and {MIN_BLOCKS // 4} held out"
         return [*lines, f"neutral: too few blocks, expected {needed}; raise --seconds or give more --prompts"]
     for regime, count in provenance["num_fit_blocks"].items():
         if count < MIN_BLOCKS:
-            other = "sampled" if regime == "greedy" else "greedy"
-            lines.append(f"{regime}: {count} blocks are too few, {MIN_BLOCKS} expected; takes the lines of {other}")
+            lines.append(f"{regime}: {count} blocks are too few, {MIN_BLOCKS} expected; takes the lines of all blocks")
             continue
         few = [str(at) for at, each in enumerate(provenance["num_reaching"][regime], 1) if each < MIN_REACHING]
         if few:
             lines.append(
-                f"{regime}: position {', '.join(few)} stays neutral: fewer than {MIN_REACHING} blocks reach it"
+                f"{regime}: neutral at position {', '.join(few)}, which fewer than {MIN_REACHING} blocks reach"
             )
     return lines
 
 
+def _is_of_lookups(found: CalibrationFile) -> bool:
+    """Whether no model drafts where this was measured."""
+    return "lookup" in (found.kind, found.provenance.get("kind"))
+
+
+def columns(found: CalibrationFile) -> tuple[str, ...]:
+    return LOOKUP_COLUMNS if _is_of_lookups(found) else COLUMNS
+
+
+def _notes(found: CalibrationFile) -> tuple[str, ...]:
+    return LOOKUP_NOTES if _is_of_lookups(found) else NOTES
+
+
+def _lookup_rows(found: CalibrationFile) -> list[list[str]]:
+    """One row of cells a match length, as LOOKUP_COLUMNS says."""
+    assert found.lookup is not None, "it is what was measured"
+    counts = found.provenance.get("num_lookups", {})
+    table = []
+    for at, accepted in enumerate(zip(found.lookup.greedy, found.lookup.sampled, strict=True)):
+        cells = [str(at + 1) + (" or more" if at + 1 == len(found.lookup.greedy) else "")]
+        for regime, share in zip(("greedy", "sampled"), accepted, strict=True):
+            cells += [str(counts[regime][at]) if counts else "", f"{share:.1%}"]
+        table.append(cells)
+    return table
+
+
 def rows(found: CalibrationFile) -> list[list[str]]:
-    """One row of cells a position, as COLUMNS says. Figures that were not measured are empty."""
+    """One row of cells a position (a match length, where drafts are copied), as `columns` says. Figures that were not
+    measured are empty."""
+    if _is_of_lookups(found):
+        return _lookup_rows(found)
     reaching = found.provenance.get("num_reaching", {})
     table = []
     for at in range(len(found.temperatures)):
@@ -95,8 +136,8 @@ def _percent(quality: Mapping[str, Any] | None, name: str) -> str:
 
 def as_text(found: CalibrationFile) -> list[str]:
     """Lines for a terminal."""
-    table = [list(COLUMNS), *rows(found)]
-    widths = [max(len(row[at]) for row in table) for at in range(len(COLUMNS))]
+    table = [list(columns(found)), *rows(found)]
+    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
     return [*facts(found), "", *lines]
 
@@ -109,10 +150,15 @@ NOTES = (
     "Chance: the ECE that predictions without any error show on so many prompts.",
 )
 
+LOOKUP_NOTES = (
+    "Accepted: the share of first drafts that the answer went on with, behind a match of so many tokens of the text; "
+    "near the guess of the package where few lookups were seen.",
+)
+
 
 def as_markdown(found: CalibrationFile, build: str) -> str:
-    lines = [f"# Calibration of {build}", "", *(f"- {each}" for each in (*facts(found), *NOTES)), ""]
-    lines += [_cells(COLUMNS), _cells(["---"] * len(COLUMNS)), *map(_cells, rows(found)), ""]
+    lines = [f"# Calibration of {build}", "", *(f"- {each}" for each in (*facts(found), *_notes(found))), ""]
+    lines += [_cells(columns(found)), _cells(["---"] * len(columns(found))), *map(_cells, rows(found)), ""]
     return "\n".join(lines)
 
 
@@ -122,13 +168,13 @@ def _cells(cells: Sequence[str]) -> str:
 
 def as_html(found: CalibrationFile, build: str) -> str:
     title = escape(f"Calibration of {build}")
-    head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS)
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns(found))
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows(found))
     return "\n".join(
         [
             f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title>",
             f"<style>{STYLE}</style><h1>{title}</h1><ul>",
-            *(f"<li>{escape(each)}</li>" for each in (*facts(found), *NOTES)),
+            *(f"<li>{escape(each)}</li>" for each in (*facts(found), *_notes(found))),
             f"</ul><table><tr>{head}</tr>{body}</table>",
             *diagrams(found),
             "</html>",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,10 @@ def evaluate(
     limit: Annotated[int, typer.Option(metavar="N", help="Prompts of each data set, at most.")] = 40,
     max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="HOST:PORT of a Ray cluster, or auto; DIR is at the same path on all."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Mean accepted_len and conditional acceptance by position, every draft verified.
@@ -35,15 +39,20 @@ def evaluate(
         raise RecipeError("--limit: expected at least 1; --max-tokens: at least 2")
     from dspark_trt.commands import report
     from dspark_trt.commands.acceptance import evaluate_set, read_sets
+    from dspark_trt.commands.ray_evaluation import evaluate_over_ray
     from dspark_trt.deployment import load_deployment
 
-    sets = read_sets(prompts or ())
-    deployment = load_deployment(folder)
+    sets = {name: texts[:limit] for name, texts in read_sets(prompts or ()).items()}
+    wanted: Any = {"max_tokens": max_tokens, "temperature": temperature}
     found = []
     with report.Bars() as bars:
-        for at, (name, texts) in enumerate(sets.items()):
-            found.append(evaluate_set(deployment, name, texts[:limit], max_tokens=max_tokens, temperature=temperature))
-            bars.update("eval", (at + 1) / len(sets))
+        if ray is not None:
+            found = evaluate_over_ray(ray, folder, sets, **wanted, progress=lambda done: bars.update("eval", done))
+        else:
+            deployment = load_deployment(folder)
+            for at, (name, texts) in enumerate(sets.items(), 1):
+                found.append(evaluate_set(deployment, name, texts, **wanted))
+                bars.update("eval", at / len(sets))
     if as_json:
         report.print_json({"temperature": temperature, "sets": [asdict(each) for each in found]})
         return

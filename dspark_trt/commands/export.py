@@ -41,6 +41,11 @@ def export(
     from dspark_trt.steptable.table import StepTable
 
     recipe = read_finished(folder)[0].recipe
+    if not recipe.has_drafter_model:
+        raise RecipeError(
+            f"{folder} was built with drafter {recipe.drafter}, and {engine} asks for a DSpark checkpoint; export a "
+            "build that has one"
+        )
     gamma = read_gamma(folder / "checkpoints" / "drafter.json")
     found = load_calibration(folder / "calibration" / CALIBRATION_FILE, gamma=gamma)
     fit = fit_additive(

@@ -41,6 +41,13 @@ def generate(
             "--output", metavar="FILE", help="JSON lines for --input; finished lines of it are kept.", parser=from_home
         ),
     ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="HOST:PORT of a Ray cluster, or auto: its nodes share --input; DIR is at the same path on all.",
+        ),
+    ] = None,
     scheduler: SchedulerText = None,
     as_json: AsJson = False,
     *,
@@ -52,10 +59,12 @@ def generate(
         raise RequestError(
             "--input and --output go together: prompts are read from one file, results are written to the other"
         )
+    if ray is not None and prompts_file is None:
+        raise RequestError("--ray: expected with --input and --output only; give a file of prompts")
     if prompts_file is not None and results_file is not None:
         if prompt:
             raise RequestError("--prompt and --input exclude each other; give one of them")
-        _generate_file(folder, prompts_file, results_file, scheduler, given, is_chat=chat)
+        _generate_file(folder, prompts_file, results_file, scheduler, given, is_chat=chat, ray=ray)
     else:
         texts = [_read_stdin() if text == "-" else text for text in prompt or ["-"]]
         _generate_texts(folder, texts, scheduler, options, is_chat=chat, as_json=as_json)
@@ -111,24 +120,33 @@ def as_prompt(
 
 
 def _generate_file(
-    folder: Path, prompts_file: Path, results_file: Path, scheduler: str | None, given: dict[str, Any], *, is_chat: bool
+    folder: Path,
+    prompts_file: Path,
+    results_file: Path,
+    scheduler: str | None,
+    given: dict[str, Any],
+    *,
+    is_chat: bool,
+    ray: str | None,
 ) -> None:
     from dspark_trt.commands import report
     from dspark_trt.commands.prompt_file import generate_lines, unfinished
+    from dspark_trt.commands.ray_workers import generate_over_ray
     from dspark_trt.deployment import load_deployment
 
     config = scheduler_config(scheduler)
-    lines = unfinished(prompts_file, results_file)
-    deployment = load_deployment(folder)
-    config = config or scheduler_config(deployment.recipe.scheduler, is_build=True)
+    work = unfinished(prompts_file, results_file)
     with report.Bars() as bars:
-        summary = generate_lines(
-            deployment,
-            lines,
-            results_file,
-            config,
-            given,
-            is_chat=is_chat,
-            progress=lambda done: bars.update("prompts", done),
-        )
+
+        def progress(done: float) -> None:
+            bars.update("prompts", done)
+
+        if ray is not None:
+            summary = generate_over_ray(
+                ray, folder, work, results_file, config, given, is_chat=is_chat, progress=progress
+            )
+        else:
+            deployment = load_deployment(folder)
+            config = config or scheduler_config(deployment.recipe.scheduler, is_build=True)
+            summary = generate_lines(deployment, work, results_file, config, given, is_chat=is_chat, progress=progress)
     report.print_file_summary(summary, results_file)

@@ -29,6 +29,7 @@ class Prompt:
     ids: tuple[int, ...]
     sampling: SamplingParams
     max_verify_len: int | None = None
+    sequence_index: int | None = None  # tells apart equal prompts; None: those that are decoded together are counted
 
 
 @dataclass(slots=True)
@@ -110,7 +111,7 @@ def _submit(loop: DecodingLoop, index: int, prompt: Prompt, num_equal: Counter[t
         request_id=str(index),
         prompt_ids=prompt.ids,
         sampling=prompt.sampling,
-        sequence_index=num_equal[prompt.ids],
+        sequence_index=num_equal[prompt.ids] if prompt.sequence_index is None else prompt.sequence_index,
         max_verify_len=prompt.max_verify_len,
     )
     try:

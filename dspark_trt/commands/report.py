@@ -135,13 +135,13 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
     recipe, target, drafter = description["recipe"], description["target"], description["drafter"]
     facts = {
         "target": f"{recipe['target']} ({_decoder(target)})",
-        "drafter": f"{recipe['drafter']} ({_decoder(drafter)})",
-        "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {list(drafter['target_layer_ids'])}",
+        **_drafter(recipe["drafter"], drafter),
         "engine": _engine(description),
         "numerics": description["numerics"],
-        "limits": f"{recipe['max_slots']} slots, {recipe['max_seq_len']} positions, "
+        "limits": f"{recipe['max_requests']} requests, {recipe['max_seq_len']} positions, "
         f"{recipe['max_batch_tokens']} tokens a step",
-        "calibration": description["calibration"]["kind"],
+        "calibration": _calibration(description["calibration"]),
+        "step table": _trust(description["step_table"]["provenance"]),
     }
     table = Table(box=None, show_header=False, pad_edge=False)
     for name, value in facts.items():
@@ -155,6 +155,15 @@ def print_build(description: dict[str, Any], console: Console | None = None) -> 
     console.print("chain intact" + (", every file hashed again" if description["hashes_verified"] else ""))
 
 
+def _trust(provenance: dict[str, Any]) -> str:
+    """When the table was measured, and what speaks against it."""
+    doubts = provenance.get("doubts", ())
+    measured = f"measured {provenance['measured_at']}" if "measured_at" in provenance else "measured"
+    if not doubts:
+        return measured
+    return f"{measured}, doubtful: {'; '.join(doubts)}; run `dspark-trt profile DIR` when the machine is quiet"
+
+
 def _engine(description: dict[str, Any]) -> str:
     """Backend with its version, precision, what it is for and, where there are any, the compiled files."""
     engine = description["engine"]
@@ -166,9 +175,31 @@ def _engine(description: dict[str, Any]) -> str:
     return "; ".join([f"{backend}, {description['recipe']['precision']}, for {description['device']}", *files])
 
 
+def _calibration(data: dict[str, Any]) -> str:
+    """Its kind and, where it was measured, the error of the first position."""
+    if not data["after"]:
+        return str(data["kind"])
+    before, after = data["before"][0]["ece"], data["after"][0]["ece"]
+    blocks = f" on {data['num_fit_blocks']} blocks" if data["kind"] == "fitted" else ""
+    return f"{data['kind']}{blocks}; ECE at position 1: {before:.1%} before, {after:.1%} after"
+
+
 def _decoder(spec: dict[str, Any]) -> str:
     decoder = spec["decoder"]
     return f"{decoder['num_layers']} layers, hidden {decoder['hidden_size']}, vocabulary {decoder['vocab_size']}"
+
+
+def _drafter(source: str, drafter: dict[str, Any]) -> dict[str, str]:
+    if drafter.get("kind") == "ngram":
+        return {
+            "drafter": f"{source} (no model)",
+            "drafting": f"up to {drafter['gamma']} drafts copied from each request's own text",
+        }
+    taps = list(drafter["target_layer_ids"])
+    return {
+        "drafter": f"{source} ({_decoder(drafter)})",
+        "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {taps}",
+    }
 
 
 def _head(drafter: dict[str, Any]) -> str:
@@ -177,7 +208,14 @@ def _head(drafter: dict[str, Any]) -> str:
         if drafter["markov_rank"]
         else "no Markov head"
     )
-    return markov + (", confidence head" if drafter["has_confidence_head"] else ", no confidence head")
+    parts = [markov, "confidence head" if drafter["has_confidence_head"] else "no confidence head"]
+    if drafter.get("is_mask_first"):
+        parts.append("mask first")
+    if limited := [each for each in drafter.get("block_attention", ()) if each["is_causal"] or each["window"]]:
+        parts.append(f"{len(limited)} of {len(drafter['block_attention'])} layers causal or with a window")
+    if ids := drafter.get("draft_vocab_size"):
+        parts.append(f"a head for {ids} ids")
+    return ", ".join(parts)
 
 
 def _step_table(data: dict[str, Any]) -> Table:

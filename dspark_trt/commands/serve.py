@@ -41,9 +41,9 @@ def serve(
     scheduler: SchedulerText = None,
     max_queued: Annotated[
         int | None,
-        typer.Option(help="Requests that may wait for a slot; more are refused  [default: 16 for each slot]"),
+        typer.Option(help="Requests that may wait for a row; more are refused  [default: 16 for each row]"),
     ] = None,
-    max_queue_time: Annotated[float, typer.Option(help="Seconds that a request may wait for a slot.")] = 300.0,
+    max_queue_time: Annotated[float, typer.Option(help="Seconds that a request may wait for a row.")] = 300.0,
     request_timeout: Annotated[
         float, typer.Option(help="Seconds from a request's arrival to its last token, unless it has a timeout_ms.")
     ] = 3600.0,
@@ -54,6 +54,13 @@ def serve(
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Of the server's log, on standard error.")
     ] = "text",
+    step_table: Annotated[
+        Literal["remeasure", "keep"],
+        typer.Option(help="A table of another machine, thread count or version: measured again first, or kept."),
+    ] = "remeasure",
+    step_table_budget: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="That measuring it again may take, about.")
+    ] = 60.0,
 ) -> None:
     """Serve a build with Triton Inference Server until interrupted; a second interrupt does not wait for requests."""
     from dspark_trt.building.finished import check_servable
@@ -63,6 +70,7 @@ def serve(
     from dspark_trt.server.serve import ServeOptions
     from dspark_trt.server.serve import serve as run_server
     from dspark_trt.server.server_log import as_event
+    from dspark_trt.server.step_table import step_table_for
     from dspark_trt.server.summary import check_memory, summarise
     from dspark_trt.serving.limits import AdmissionLimits
 
@@ -84,6 +92,8 @@ def serve(
         drain_s=drain_time,
         logs_routine=logging.getLogger("dspark_trt").isEnabledFor(logging.INFO),
         log_format=log_format,
+        step_table=step_table,
+        step_table_budget_s=step_table_budget,
     )
 
     def on_ready(server: TritonServer) -> None:
@@ -93,4 +103,5 @@ def serve(
     def on_event(message: str) -> None:
         print(json.dumps(as_event(message)) if log_format == "json" else message, file=sys.stderr, flush=True)
 
-    run_server(folder, options, on_ready, on_event, front_end)
+    table = step_table_for(folder, options, on_event)
+    run_server(folder, options, on_ready, on_event, front_end, table)

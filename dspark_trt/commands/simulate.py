@@ -48,7 +48,10 @@ def simulate(
     table, calibrated = read_source(source)
     chances = _chances(acceptance) if acceptance else calibrated
     if not chances:
-        raise RecipeError("--acceptance: expected, since a step table alone does not tell; such as .8,.6,.5")
+        raise RecipeError(
+            "--acceptance: expected, since neither a step table alone nor a build with drafter ngram tells; such as "
+            ".8,.6,.5"
+        )
     found = [
         simulate_load(
             table,

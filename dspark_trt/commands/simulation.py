@@ -45,7 +45,8 @@ class Prediction:
 
 
 def read_source(source: Path) -> tuple[StepTable, tuple[float, ...]]:
-    """A build's step table and the conditional acceptance that its calibration saw; or a table alone, and ().
+    """A build's step table and the conditional acceptance that its calibration saw; () of a table alone and of a build
+    whose drafts are copied: what they bring depends on the text.
 
     Raises ManifestError.
     """
@@ -53,12 +54,14 @@ def read_source(source: Path) -> tuple[StepTable, tuple[float, ...]]:
         return StepTable.load(source), ()
     from dspark_trt.building.finished import read_finished, read_gamma
 
-    read_finished(source)
+    table = StepTable.load(source / "steptable" / "step_table.json")
+    if not read_finished(source)[0].recipe.has_drafter_model:
+        return table, ()
     gamma = read_gamma(source / "checkpoints" / "drafter.json")
     calibration = load_calibration(source / "calibration" / CALIBRATION_FILE, gamma=gamma).calibration
     survival = calibration.expected_survival
     conditional = survival / np.concatenate(([1.0], np.maximum(survival[:-1], 1e-9)))
-    return StepTable.load(source / "steptable" / "step_table.json"), tuple(np.clip(conditional, 0, 1).tolist())
+    return table, tuple(np.clip(conditional, 0, 1).tolist())
 
 
 def simulate_load(

@@ -42,7 +42,7 @@ def verify(
 
     deployment = load_deployment(folder)
     room = deployment.target.limits.max_seq_len - max_tokens
-    texts = [prompt.ids for prompt in bench_prompts(deployment, None) if len(prompt.ids) <= room][:prompts]
+    texts = [prompt.ids for prompt in bench_prompts(deployment.codec, None) if len(prompt.ids) <= room][:prompts]
     if not texts:
         raise RecipeError(f"--max-tokens: no packaged prompt fits beside {max_tokens} tokens; give fewer")
     with report.Bars() as bars:

@@ -14,8 +14,8 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | target | token_ids | int64 [T] | decode tokens first, then prefill tokens |
 | | positions | int64 [T] | |
 | | logit_rows | int64 [L] | packed indices whose logits are wanted |
-| | output_slots | int64 [T] | where a token's attention output stands: b * S + i, prefill behind decode |
-| | {group}.tokens | int64 [B, S] | packed index of each padded query slot; padding points at any token |
+| | padded_indices | int64 [T] | where a token's attention output stands: b * S + i, prefill behind decode |
+| | {group}.tokens | int64 [B, S] | packed index of each padded query; padding points at any token |
 | | {group}.past_lengths | int64 [B] | valid positions of the row; 0 for a row without tokens |
 | | {group}.query_lengths | int64 [B] | tokens of the row, 0 for a row without tokens |
 | | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | range of the pool |
@@ -72,7 +72,7 @@ TARGET_GROUPS = (DECODE, PREFILL)
 TOKEN_IDS = "token_ids"
 POSITIONS = "positions"
 LOGIT_ROWS = "logit_rows"
-OUTPUT_SLOTS = "output_slots"
+PADDED_INDICES = "padded_indices"
 ROWS = "rows"
 ANCHOR_IDS = "anchor_ids"
 PAST_LENGTHS = "past_lengths"
@@ -157,7 +157,7 @@ def target_inputs(dims: TargetDims) -> tuple[Binding, ...]:
         Binding(TOKEN_IDS, "int64", ("T",)),
         Binding(POSITIONS, "int64", ("T",)),
         Binding(LOGIT_ROWS, "int64", ("L",)),
-        Binding(OUTPUT_SLOTS, "int64", ("T",)),
+        Binding(PADDED_INDICES, "int64", ("T",)),
         *(binding for group in TARGET_GROUPS for binding in row_group(group)),
         *(binding for group in TARGET_GROUPS for binding in caches(group, dims)),
     )

@@ -68,10 +68,16 @@ class DrafterDims:
     num_taps: int  # M
     gamma: int  # G
     element_type: FloatType = "float32"
+    is_mask_first: bool = False  # the anchor's position stands before the slots and predicts nothing
 
     @property
     def tap_width(self) -> int:
         return self.num_taps * self.hidden_size
+
+    @property
+    def block_length(self) -> int:
+        """Positions of a block of gamma drafts."""
+        return self.gamma + self.is_mask_first
 
 
 def target_dims(
@@ -101,7 +107,7 @@ def drafter_dims(
     num_draft_ids: int | None = None,
 ) -> DrafterDims:
     """A row has room for max_seq_len, the draft block behind it and, where ingest pads, the longest padded chunk."""
-    behind = max(spec.gamma, limits.max_batch_tokens) if attention == "standard" else spec.gamma
+    behind = max(spec.block_length, limits.max_batch_tokens) if attention == "standard" else spec.block_length
     return DrafterDims(
         limits,
         _cache(spec.decoder, limits, limits.max_seq_len + behind, attention),
@@ -111,13 +117,14 @@ def drafter_dims(
         spec.num_taps,
         spec.gamma,
         element_type,
+        spec.is_mask_first,
     )
 
 
 def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int, attention: Attention) -> CacheDims:
     if attention == "standard":
         capacity = -(-capacity // TILE_POSITIONS) * TILE_POSITIONS
-    return CacheDims(spec.num_layers, limits.max_slots, spec.num_kv_heads, capacity, spec.head_dim)
+    return CacheDims(spec.num_layers, limits.max_requests, spec.num_kv_heads, capacity, spec.head_dim)
 
 
 def to_metadata(dims: TargetDims | DrafterDims) -> dict[str, str]:

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 DrafterPrecision = Literal["fp32", "int8"]
+# Base logit of an id that a drafter cannot propose, by the element type of the logits: no probability is left of it.
+LOWEST: dict[str, float] = {"float32": -1e30, "bfloat16": -1e30, "float16": -65504.0}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,6 +23,20 @@ class DrafterForm:
 
 
 PLAIN_DRAFTER = DrafterForm()
+
+
+def proposed_ids(form: DrafterForm, own_ids: NDArray[np.int64] | None) -> NDArray[np.int64] | None:
+    """Target ids that a drafter in that form proposes, ascending; None: all. `own_ids` are those its head has."""
+    if own_ids is None or form.draft_vocab is None:
+        return form.draft_vocab if own_ids is None else own_ids
+    return np.intersect1d(own_ids, form.draft_vocab)
+
+
+def columns_of(draft_ids: NDArray[np.int64], vocab_size: int) -> NDArray[np.int64]:
+    """The column of each target id [V] among those of `draft_ids` [W]; W for an id that has none."""
+    columns = np.full(vocab_size, len(draft_ids), np.int64)
+    columns[draft_ids] = np.arange(len(draft_ids))
+    return columns
 
 
 def slot_counts(gamma: int) -> tuple[int, ...]:

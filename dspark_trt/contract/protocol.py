@@ -4,7 +4,7 @@ Shape letters: `R` requests of the call, `G` gamma, `T` packed tokens of the cal
 `V` vocabulary, `D` hidden, `M` tap layers. What an engine computes is an array of its own library: numpy on a CPU host.
 What the runtime makes for a call (ids, rows, lengths, temperatures, uniforms, caps) is numpy for every engine.
 
-An engine owns the KV memory as `max_slots` rows. The runtime says which row a request lives in and how many of the
+An engine owns the KV memory as `max_requests` rows. The runtime says which row a request lives in and how many of the
 row's positions are valid (`past_lengths`); the engine never remembers lengths. A call writes K/V at positions
 [past, past + query_length) of each row; what lies behind the length that the runtime commits is overwritten later.
 """
@@ -27,7 +27,7 @@ Float32 = NDArray[np.float32]
 class EngineLimits:
     """Fixed at build time."""
 
-    max_slots: int  # KV rows
+    max_requests: int  # KV rows
     max_seq_len: int  # positions that a row can hold for a request
     max_batch_tokens: int  # packed tokens of one target call
 
@@ -53,7 +53,7 @@ class TargetOutput:
     """Valid until the next call of the engine (buffers may be reused)."""
 
     logits: Array  # [L, V] float32, raw
-    taps: Array  # [T, M*D] in the engine's element type, raw outputs of the tap layers in the order of target_layer_ids
+    taps: Array  # [T, M*D] in the engine's element type, outputs of the tap layers in the order of target_layer_ids
 
 
 @dataclass(frozen=True, slots=True)

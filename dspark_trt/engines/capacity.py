@@ -25,8 +25,8 @@ def check_rows(limits: EngineLimits, rows: NDArray[np.int64], lengths: NDArray[n
             f"a row would hold {int(lengths.max())} positions, max_seq_len is {limits.max_seq_len}; end the request, "
             "or build with a larger --max-seq-len"
         )
-    if rows.min() < 0 or rows.max() >= limits.max_slots:
+    if rows.min() < 0 or rows.max() >= limits.max_requests:
         raise CapacityError(
-            f"rows {int(rows.min())}..{int(rows.max())} are not all below max_slots {limits.max_slots}; "
-            "build with a larger --max-slots"
+            f"rows {int(rows.min())}..{int(rows.max())} are not all below max_requests {limits.max_requests}; "
+            "build with a larger --max-requests"
         )

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dspark_trt.checkpoints.spec import NgramSpec
+from dspark_trt.checkpoints.spec_json import read_draft_source
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import EnvironmentMissingError
@@ -18,7 +20,7 @@ class OpenEngines:
     """The engines of one process."""
 
     target: TargetEngine
-    drafter: DraftEngine
+    drafter: DraftEngine | None  # None: drafts are copied from each request's own text
     step: StepEngine | None = None  # both on one device, where there is one
     synchronize: Callable[[], None] = lambda: None  # wait for what the engines have enqueued
 
@@ -43,7 +45,7 @@ def check_device(build: Path) -> None:
 
 
 def open_engines(build: Path) -> OpenEngines:
-    """Open target and drafter of the build directory `build`.
+    """Open the target of the build directory `build`, and its drafter where it has one.
 
     Raises what check_device raises; EnvironmentMissingError when the backend's package is missing or of another
     version, EngineBuildError when an engine cannot be opened.
@@ -54,6 +56,8 @@ def open_engines(build: Path) -> OpenEngines:
         from dspark_trt.engines.onnxruntime import engines as onnxruntime_engines
 
         options = onnxruntime_engines.OnnxRuntimeSettings(num_threads=settings.num_threads)
+        if isinstance(read_draft_source(build), NgramSpec):
+            return OpenEngines(onnxruntime_engines.OnnxRuntimeTargetEngine(build / "graphs", options), None)
         return OpenEngines(*onnxruntime_engines.open_engines(build / "graphs", options))
     from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
     from dspark_trt.engines.tensorrt.library import check_library

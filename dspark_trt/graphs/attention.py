@@ -3,7 +3,7 @@
 | call | ONNX Runtime | TensorRT, and ONNX Runtime as a check |
 |---|---|---|
 | target, causal over packed tokens | `gqa` | `standard` |
-| drafter, bidirectional inside the block | `drafter` | `standard` |
+| drafter, a block | `drafter` | `standard` |
 | drafter, context that only enters the cache | `drafter` | `standard` |
 
 An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec
 from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
@@ -69,14 +69,15 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
 
 
-def block_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, positions: str) -> AttentionEmitter:
-    """For the draft block: every slot sees the context before the anchor and all slots (paper section 3.1).
+def block_attention(builder: GraphBuilder, spec: DrafterSpec, dims: DrafterDims, positions: str) -> AttentionEmitter:
+    """For the draft block: every slot sees the context before the anchor and all slots (paper section 3.1), or less
+    where a layer says so.
 
-    `positions` [R * G] of every slot.
+    `positions` [R * block_length] of the blocks.
     """
     match dims.attention:
         case "drafter":
-            return FoldedBlockAttention(builder, spec, gamma=dims.gamma, positions=positions)
+            return FoldedBlockAttention(builder, spec, length=dims.block_length, positions=positions)
         case "standard":
             return StandardBlockAttention(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")

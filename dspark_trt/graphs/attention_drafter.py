@@ -4,10 +4,10 @@ A block is bidirectional: each of its G queries sees the same keys, the context 
 the G queries of N heads are one query of N*G heads, each KV head serving G times as many, at the block's last position.
 The block's keys and values are written behind the context first, where no valid position stands; the next ingest
 overwrites them. What remains is a decode call of `com.microsoft.GroupQueryAttention`: in place, no mask, no copy of the
-context, work by live length.
+context, work by live length. Where a layer is causal or has a window, a bias takes away what a slot does not see.
 
-Shape letters: `R` requests, `G` gamma, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head dim, `T` context
-tokens.
+Shape letters: `R` requests, `G` positions of a block, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head
+dim, `T` context tokens, `J` positions of the longest row.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, DecoderSpec, DrafterSpec
 from dspark_trt.contract import bindings
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.rotary import split_query_key
 
-_NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_length and query_seqlens
+_BEFORE_BIAS = ("",) * 3  # cos_cache, sin_cache, position_ids
+_BEHIND_BIAS = ("",) * 5  # head_sink .. k_norm_weight, before query_seqlens
+_UNSEEN = -1e30
 
 
 class ScatterContext:
@@ -42,32 +44,32 @@ class ScatterContext:
 
 
 class FoldedBlockAttention:
-    """Bidirectional attention of draft blocks."""
+    """Attention of draft blocks: what a layer's slots see is `drafter.attention_of(layer)`."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, *, gamma: int, positions: str) -> None:
-        """`positions` [R * G] of every slot."""
+    def __init__(self, builder: GraphBuilder, drafter: DrafterSpec, *, length: int, positions: str) -> None:
+        """`positions` [R * G] of blocks of `length`."""
         self._builder = builder
-        self._spec = spec
-        self._gamma = gamma
+        self._drafter = drafter
+        self._spec = spec = drafter.decoder
+        self._length = length
         with builder.scope("rows"):
             self._indices = _head_indices(
                 builder,
                 builder.op("Unsqueeze", bindings.BLOCK_ROWS, builder.vector(1, 2, 3)),
-                builder.op("Reshape", positions, builder.vector(-1, gamma, 1, 1)),
+                builder.op("Reshape", positions, builder.vector(-1, length, 1, 1)),
                 spec.num_kv_heads,
             )  # [R, G, K, 3]
             self._row_requests = builder.op("Unsqueeze", bindings.ROW_REQUESTS, builder.vector(1))  # [B, 1]
-            last = builder.op(
-                "Add",
-                builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS),
-                builder.scalar(gamma - 1),
-            )
+            past = builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS)  # [B]
+            last = builder.op("Add", past, builder.scalar(length - 1))
             # a row without request: the operator leaves it alone, and 0 is the last position it accepts in any case
             last = builder.op("Mul", last, bindings.ROW_QUERY_LENGTHS)
             self._last_positions = builder.op("Cast", last, to=TensorProto.INT32)
             self._query_lengths = builder.op("Cast", bindings.ROW_QUERY_LENGTHS, to=TensorProto.INT32)
             longest = builder.op("Add", builder.op("ReduceMax", last, builder.vector(0)), builder.scalar(1))
             self._longest = builder.op("Cast", longest, to=TensorProto.INT32)
+            forms = sorted({drafter.attention_of(layer) for layer in range(spec.num_layers)}, key=str)
+            self._biases = {form: self._bias(form, past, longest) for form in forms if form != PLAIN_ATTENTION}
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
@@ -83,7 +85,9 @@ class FoldedBlockAttention:
             values,
             self._last_positions,
             self._longest,
-            *[""] * _NUM_UNUSED_INPUTS,
+            *_BEFORE_BIAS,
+            self._biases.get(self._drafter.attention_of(layer), ""),
+            *_BEHIND_BIAS,
             self._query_lengths,
             outputs=(
                 None,
@@ -91,10 +95,31 @@ class FoldedBlockAttention:
                 bindings.cache_output(bindings.value_cache(bindings.CONTEXT, layer)),
             ),
             domain=CONTRIB_DOMAIN,
-            num_heads=spec.num_heads * self._gamma,
+            num_heads=spec.num_heads * self._length,
             kv_num_heads=spec.num_kv_heads,
         )
         return self._unfold(attended)
+
+    def _bias(self, form: BlockAttention, past: str, longest: str) -> str:
+        """What is added to the scores of every folded head, [B, N * G, 1, J]; `past` [B] positions, `longest` [1]."""
+        builder, length = self._builder, self._length
+        end = builder.op("Squeeze", longest, builder.vector(0))
+        keys = builder.op("Range", builder.scalar(0), end, builder.scalar(1))  # [J]
+        begin = builder.op("Unsqueeze", past, builder.vector(1, 2))  # [B, 1, 1]
+        slots = builder.op("Add", begin, builder.constant(np.arange(length, dtype=np.int64)[:, None]))  # [B, G, 1]
+        latest = slots if form.is_causal else builder.op("Add", begin, builder.scalar(length - 1))
+        is_seen = builder.op("LessOrEqual", keys, latest)
+        if form.window is not None:
+            first = builder.op("Sub", begin, builder.scalar(form.window))
+            if form.window_from == "slot":
+                first = builder.op("Sub", slots, builder.scalar(form.window - 1))
+            is_seen = builder.op("And", is_seen, builder.op("GreaterOrEqual", keys, first))  # [B, G or 1, J]
+        unseen = builder.constant(np.array(_UNSEEN, np.float32))
+        bias = builder.op("Where", is_seen, builder.constant(np.zeros((), np.float32)), unseen)
+        heads = builder.vector(1, self._spec.num_heads, length, 1)
+        of_heads = builder.op("Expand", builder.op("Unsqueeze", bias, builder.vector(1)), heads)  # [B, N, G, J]
+        folded = builder.vector(0, self._spec.num_heads * length, 1, -1)
+        return builder.op("Reshape", of_heads, folded)
 
     def _write(self, cache: str, x: str) -> tuple[str, str]:
         """The cache with the whole block [R * G, K * H] behind the context, and the last slot alone [B, 1, K * H].
@@ -102,25 +127,25 @@ class FoldedBlockAttention:
         The operator has to be given at least one new position: it gets the last slot, which it writes a second time.
         """
         builder, spec = self._builder, self._spec
-        heads = builder.op("Reshape", x, builder.vector(-1, self._gamma, spec.num_kv_heads, spec.head_dim))
+        heads = builder.op("Reshape", x, builder.vector(-1, self._length, spec.num_kv_heads, spec.head_dim))
         written = builder.op("ScatterND", cache, self._indices, heads, output=bindings.cache_block_output(cache))
-        slots = builder.op("Reshape", x, builder.vector(-1, self._gamma, spec.num_kv_heads * spec.head_dim))
-        last = builder.op("Gather", slots, builder.scalar(self._gamma - 1), axis=1)  # [R, K * H]
+        slots = builder.op("Reshape", x, builder.vector(-1, self._length, spec.num_kv_heads * spec.head_dim))
+        last = builder.op("Gather", slots, builder.scalar(self._length - 1), axis=1)  # [R, K * H]
         return written, builder.op("Gather", last, self._row_requests, axis=0)
 
     def _fold(self, query: str) -> str:
         """[R * G, N * H] -> [B, 1, N * G * H]."""
         builder, spec = self._builder, self._spec
-        slots = builder.op("Reshape", query, builder.vector(-1, self._gamma, spec.num_heads, spec.head_dim))
+        slots = builder.op("Reshape", query, builder.vector(-1, self._length, spec.num_heads, spec.head_dim))
         heads = builder.op("Transpose", slots, perm=[0, 2, 1, 3])
-        folded = builder.op("Reshape", heads, builder.vector(0, spec.num_heads * self._gamma * spec.head_dim))
+        folded = builder.op("Reshape", heads, builder.vector(0, spec.num_heads * self._length * spec.head_dim))
         return builder.op("Gather", folded, self._row_requests, axis=0)
 
     def _unfold(self, attended: str) -> str:
         """[B, 1, N * G * H] -> [R * G, N * H]."""
         builder, spec = self._builder, self._spec
         blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)
-        heads = builder.op("Reshape", blocks, builder.vector(0, spec.num_heads, self._gamma, spec.head_dim))
+        heads = builder.op("Reshape", blocks, builder.vector(0, spec.num_heads, self._length, spec.head_dim))
         slots = builder.op("Transpose", heads, perm=[0, 2, 1, 3])
         return builder.op("Reshape", slots, builder.vector(-1, spec.num_heads * spec.head_dim))
 

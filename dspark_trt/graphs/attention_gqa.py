@@ -49,7 +49,7 @@ class GqaAttention:
             )
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
         slots = builder.op("Concat", *outputs, axis=0)
-        return builder.op("Gather", slots, bindings.OUTPUT_SLOTS, axis=0)
+        return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
 
 
 class _Group:

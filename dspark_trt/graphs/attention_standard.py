@@ -9,8 +9,10 @@ follows the capacity of a row, not its live length.
 Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides
 what is there, but a NaN of another request would get through it (0 * NaN).
 
-Shape letters: `T` packed tokens, `R` requests, `G` gamma, `B` rows and `S` padded query length of a group, `N`/`K`
-query/KV heads, `H` head dim, `C` row capacity.
+A window has no kernel: there the operators of the body stand in the graph, with a mask that has a lower bound too.
+
+Shape letters: `T` packed tokens, `R` requests, `G` positions of a block, `B` rows and `S` padded query length of a
+group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
 from dspark_trt_plugins.row_attention.function_body import row_attention_function, row_attention_node
 
-from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.checkpoints.spec import BlockAttention, DecoderSpec, DrafterSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.graphs.builder import GraphBuilder
@@ -37,7 +39,7 @@ class StandardCausalAttention:
     def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> None:
         self._builder = builder
         self._spec = spec
-        self._rows: dict[str, _Rows] = {}
+        self._groups: list[tuple[_Rows, Attend]] = []
         for group in bindings.TARGET_GROUPS:
             tokens = bindings.group_tokens(group)
             past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
@@ -51,46 +53,60 @@ class StandardCausalAttention:
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
                 num_slots = gamma + 1 if group == bindings.DECODE else dims.limits.max_batch_tokens
                 attend = _live_attention(builder, spec, dims, last_seen, num_slots=num_slots)
-                self._rows[group] = _Rows(builder, spec, dims, group, tokens, past, query, attend)
+                self._groups.append((_Rows(builder, spec, dims, group, tokens, past, query), attend))
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
         query, key = split_query_key(builder, spec, query_key)
         outputs = []
-        for rows in self._rows.values():
-            attended = rows.attend(layer, query, key, value)  # [B, S, N * H]
+        for rows, attend in self._groups:
+            attended = rows.attend(layer, query, key, value, attend)  # [B, S, N * H]
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
         slots = builder.op("Concat", *outputs, axis=0)
-        return builder.op("Gather", slots, bindings.OUTPUT_SLOTS, axis=0)
+        return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
 
 
 class StandardBlockAttention:
-    """Draft blocks: no order inside the block, so that all slots of a row see equally far."""
+    """Draft blocks: what a layer's queries see is `spec.attention_of(layer)`."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
+    def __init__(self, builder: GraphBuilder, spec: DrafterSpec, dims: DrafterDims) -> None:
         self._builder = builder
-        self._spec = spec
+        self._drafter = spec
+        self._spec = spec.decoder
+        length = dims.block_length
         with builder.scope("rows"):
-            slots = builder.constant(np.arange(dims.gamma, dtype=np.int64))
+            slots = builder.constant(np.arange(length, dtype=np.int64))
             row_past = builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS)  # [B]
             # a row without a block would read as far as request 0, to no use: its query length is 0, of others 1
             row_past = builder.op("Mul", row_past, bindings.ROW_QUERY_LENGTHS)
-            first = builder.op("Mul", bindings.ROW_REQUESTS, builder.scalar(dims.gamma))
+            first = builder.op("Mul", bindings.ROW_REQUESTS, builder.scalar(length))
             tokens = builder.op("Add", builder.op("Unsqueeze", first, builder.vector(1)), slots)  # [B, G]
-            row_last = builder.op("Add", row_past, builder.scalar(dims.gamma - 1))
-            last_seen = builder.op(
-                "Expand",
-                builder.op("Unsqueeze", row_last, builder.vector(1)),
-                builder.vector(1, dims.gamma),
-            )  # [B, G]
-            attend = _live_attention(builder, spec, dims, last_seen, num_slots=dims.gamma)
+            forms = sorted({spec.attention_of(layer) for layer in range(spec.decoder.num_layers)}, key=str)
+            self._attends = {form: self._attend_as(form, dims, row_past, slots) for form in forms}
             query = bindings.ROW_QUERY_LENGTHS
-            self._rows = _Rows(builder, spec, dims, bindings.CONTEXT, tokens, row_past, query, attend)
+            self._rows = _Rows(builder, spec.decoder, dims, bindings.CONTEXT, tokens, row_past, query)
+
+    def _attend_as(self, form: BlockAttention, dims: DrafterDims, row_past: str, slots: str) -> Attend:
+        """`row_past` [B] and `slots` [G]."""
+        builder, length = self._builder, dims.block_length
+        positions = builder.op("Add", builder.op("Unsqueeze", row_past, builder.vector(1)), slots)  # [B, G]
+        row_last = builder.op("Add", row_past, builder.scalar(length - 1))
+        last_seen = positions
+        if not form.is_causal:
+            last_seen = builder.op(
+                "Expand", builder.op("Unsqueeze", row_last, builder.vector(1)), builder.vector(1, length)
+            )
+        if form.window is None:
+            return _live_attention(builder, self._spec, dims, last_seen, num_slots=length)
+        begin = positions if form.window_from == "slot" else builder.op("Unsqueeze", row_past, builder.vector(1))
+        reach = form.window - 1 if form.window_from == "slot" else form.window
+        first_seen = builder.op("Sub", begin, builder.scalar(reach))  # [B, G] or [B, 1]
+        return _window_attention(builder, self._spec, dims, first_seen, last_seen)
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
         query, key = split_query_key(builder, spec, query_key)
-        attended = self._rows.attend(layer, query, key, value)
+        attended = self._rows.attend(layer, query, key, value, self._attends[self._drafter.attention_of(layer)])
         blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)  # [R, G, N * H]
         return builder.op("Reshape", blocks, builder.vector(-1, spec.num_heads * spec.head_dim))
 
@@ -119,14 +135,12 @@ class _Rows:
         tokens: str,
         past_lengths: str,
         query_lengths: str,
-        attend: Attend | None = None,
     ) -> None:
         """`tokens` [B, S]; `past_lengths` and `query_lengths` [B], where 0 is a row without tokens."""
         self._builder = builder
         self._spec = spec
         self._group = group
         self._tokens = tokens
-        self._attend = attend
         is_idle = builder.op("Equal", query_lengths, builder.scalar(0))
         self._begin = builder.op("Where", is_idle, builder.scalar(dims.limits.max_seq_len), past_lengths)
         self._is_idle = builder.op("Unsqueeze", is_idle, builder.vector(1, 2, 3))  # [B, 1, 1, 1]
@@ -143,11 +157,10 @@ class _Rows:
             )
         return written[0], written[1]
 
-    def attend(self, layer: int, query: str, key: str, value: str) -> str:
+    def attend(self, layer: int, query: str, key: str, value: str, attend: Attend) -> str:
         """[T, ...] -> [B, S, N * H]."""
-        assert self._attend is not None, "rows that are only written"
         keys, values = self.write(layer, key, value)
-        attended = self._attend(self._pad(query, self._spec.num_heads), keys, values)  # [B, N, S, H]
+        attended = attend(self._pad(query, self._spec.num_heads), keys, values)  # [B, N, S, H]
         slots = self._builder.op("Transpose", attended, perm=[0, 2, 1, 3])
         return self._builder.op(
             "Reshape", slots, self._builder.vector(0, 0, self._spec.num_heads * self._spec.head_dim)
@@ -179,6 +192,21 @@ def _live_attention(
         attended = f"{name}:0"
         builder.node(row_attention_node(form, [query, keys, values, last_seen], [attended], name=name), function)
         return attended
+
+    return attend
+
+
+def _window_attention(
+    builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, first_seen: str, last_seen: str
+) -> Attend:
+    """Each query sees the positions from `first_seen` to `last_seen`, both [B, S] or of that shape when broadcast."""
+    positions = builder.constant(np.arange(dims.cache.capacity, dtype=np.int64))
+    is_live = builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
+    is_near = builder.op("GreaterOrEqual", positions, builder.op("Unsqueeze", first_seen, builder.vector(1, 3)))
+    mask = builder.op("And", is_live, is_near)  # [B, 1, S, C]
+
+    def attend(query: str, keys: str, values: str) -> str:
+        return builder.op("Attention", query, keys, values, mask, scale=spec.head_dim**-0.5)
 
     return attend
 

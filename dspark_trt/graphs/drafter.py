@@ -11,12 +11,20 @@ from pathlib import Path
 
 import numpy as np
 from dspark_trt_plugins.markov_head.form import W1, W2
+from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, WeightStore
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, DrafterDims, drafter_dims, to_metadata
-from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm, slot_counts
+from dspark_trt.contract.drafter_form import (
+    LOWEST,
+    PLAIN_DRAFTER,
+    DrafterForm,
+    columns_of,
+    proposed_ids,
+    slot_counts,
+)
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
@@ -50,10 +58,11 @@ def write_drafter_graphs(
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
+    is_whole = attention == "standard"  # an engine of a device has a column for every target id
     attention = usable_form(attention, spec.decoder, "drafter")
     numbers = numbers_of(precision, attention)
-    ids = form.draft_vocab
-    store: WeightStore = drafter.weights
+    own_ids = drafter.draft_ids
+    ids = None if is_whole and form.draft_vocab is None else proposed_ids(form, own_ids)
     dims = drafter_dims(
         spec,
         limits=limits,
@@ -64,11 +73,16 @@ def write_drafter_graphs(
     bits = quantisation(precision, form.precision)
     shared = PlacedWeights(folder / bindings.TARGET_GRAPH, "target.", target.weights)
     head_store, head_name = (drafter.weights, HEAD) if spec.has_own_head else (target.weights, head_weight(target.spec))
+    store: WeightStore = drafter.weights
     if ids is not None:
         np.save(folder / bindings.DRAFT_VOCAB_FILE, ids)
         every_id = np.arange(spec.decoder.vocab_size, dtype=np.int64)
-        store = SelectedRows(drafter.weights, {W1: np.concatenate((ids, every_id)), W2: ids, HEAD: ids})
-        head_store = SelectedRows(head_store, {head_name: ids})
+        rows = ids if own_ids is None else np.searchsorted(own_ids, ids)
+        store = SelectedRows(drafter.weights, {W1: np.concatenate((ids, every_id)), W2: rows})
+        head_store = SelectedRows(head_store, {head_name: rows if spec.has_own_head else ids})
+    elif own_ids is not None:
+        # the bias of an id without a column is any: its base logit is the lowest
+        store = SelectedRows(drafter.weights, {W2: columns_of(own_ids, spec.decoder.vocab_size) % len(own_ids)})
     is_head_shared = not spec.has_own_head and ids is None and bits.drafter_head == bits.head
     with (
         WeightFolder(folder, "drafter", store) as weights,
@@ -83,6 +97,8 @@ def write_drafter_graphs(
             h = _emit_backbone(draft, spec, of_slots, weights, shared, bits, numbers)
             head = Linears(draft, shared if is_head_shared else head_weights, bits.drafter_head, dims.element_type)
             base_logits = head(h, head_name)  # [R * n, W]
+            if ids is None and own_ids is not None:
+                base_logits = _on_every_id(draft, base_logits, own_ids, dims, numbers)
             emit_markov_head(
                 draft,
                 spec,
@@ -95,6 +111,17 @@ def write_drafter_graphs(
                 top_n=form.markov_top_n,
             )
             draft.save(folder / bindings.draft_graph(num_slots, spec.gamma), to_metadata(of_slots))
+
+
+def _on_every_id(
+    builder: GraphBuilder, logits: str, ids: NDArray[np.int64], dims: DrafterDims, numbers: Numbers
+) -> str:
+    """Logits [T, W] of `ids` as [T, V], with the lowest for every other id."""
+    lowest = builder.constant(numbers.table(np.full((1, 1), LOWEST[numbers.model], np.float32)))
+    rows = builder.op("Shape", logits, end=1)
+    column = builder.op("Expand", lowest, builder.op("Concat", rows, builder.vector(1), axis=0))
+    columns = builder.constant(columns_of(ids, dims.vocab_size))
+    return builder.op("Gather", builder.op("Concat", logits, column, axis=1), columns, axis=1)
 
 
 def _emit_ingest(
@@ -137,14 +164,14 @@ def _emit_backbone(
     bits: Quantisation,
     numbers: Numbers,
 ) -> str:
-    """h of every slot after the final norm, [R * G, D]."""
+    """h of every slot after the final norm, [R * G, D]; of a mask-first block without the anchor's position."""
     for binding in bindings.draft_inputs(dims):
         builder.input(binding)
     for binding in bindings.draft_outputs(dims):
         builder.output(binding)
     past = builder.op("Unsqueeze", bindings.PAST_LENGTHS, builder.vector(1))  # [R, 1]
-    slots = builder.constant(np.arange(dims.gamma, dtype=np.int64))
-    positions = builder.op("Reshape", builder.op("Add", past, slots), builder.vector(-1))  # [R * G]
+    places = builder.constant(np.arange(dims.block_length, dtype=np.int64))
+    positions = builder.op("Reshape", builder.op("Add", past, places), builder.vector(-1))  # [R * length]
     parts = DecoderParts(
         builder,
         spec.decoder,
@@ -152,16 +179,20 @@ def _emit_backbone(
         numbers,
         bits=bits.drafter_layers,
         positions=positions,
-        num_positions=dims.limits.max_seq_len + dims.gamma,
+        num_positions=dims.limits.max_seq_len + dims.block_length,
     )
-    attention = block_attention(builder, spec.decoder, dims, positions)
+    attention = block_attention(builder, spec, dims, positions)
     embedding_source = weights if spec.has_own_embedding else shared
     embedding = builder.initializer(embedding_source.tensor(EMBEDDING, dims.element_type))
     anchors = builder.op("Unsqueeze", bindings.ANCHOR_IDS, builder.vector(1))  # [R, 1]
-    # anchor, mask x (G - 1): the anchor takes the place of the first mask
-    is_anchor = builder.constant(np.arange(dims.gamma) == 0)
-    block = builder.op("Where", is_anchor, anchors, builder.scalar(spec.mask_token_id))  # [R, G]
+    # the anchor, then masks
+    is_anchor = builder.constant(np.arange(dims.block_length) == 0)
+    block = builder.op("Where", is_anchor, anchors, builder.scalar(spec.mask_token_id))  # [R, length]
     x = builder.op("Gather", embedding, builder.op("Reshape", block, builder.vector(-1)), axis=0)
     for layer in range(spec.decoder.num_layers):
         x = parts.layer(layer, x, attention)
+    if dims.is_mask_first:
+        blocks = builder.op("Reshape", x, builder.vector(-1, dims.block_length, dims.hidden_size))
+        slots = builder.op("Gather", blocks, builder.constant(np.arange(1, dims.block_length)), axis=1)
+        x = builder.op("Reshape", slots, builder.vector(-1, dims.hidden_size))
     return parts.norm(x, "norm")

@@ -58,12 +58,15 @@ def emit_markov_head(
     if draft_vocab is not None:
         builder.op("Gather", builder.constant(draft_vocab), outputs[0], axis=0, output=bindings.DRAFT_IDS)
     if not form.has_confidence_head:
-        _emit_margin(builder)
+        _emit_margin(builder, vocab_size)
 
 
-def _emit_margin(builder: GraphBuilder) -> None:
+def _emit_margin(builder: GraphBuilder, vocab_size: int) -> None:
     """Largest minus second largest draft logit of each slot, [R, n]:
-    what a drafter without a head knows of its odds."""
+    what a drafter without a head knows of its odds. Of a single logit, itself."""
+    if vocab_size == 1:
+        builder.op("Squeeze", bindings.DRAFT_LOGITS, builder.vector(2), output=bindings.CONFIDENCE_LOGITS)
+        return
     values, _ = builder.multi_op("TopK", bindings.DRAFT_LOGITS, builder.vector(2), outputs=(None, None), axis=-1)
     largest = builder.op("Gather", values, builder.scalar(0), axis=2)
     builder.op(

@@ -34,12 +34,14 @@ def write_target_graph(
     gamma: int,
     precision: Precision,
     attention: Attention,
+    norm_last_tap: bool = False,
 ) -> None:
     """Write target.onnx and its weights into `folder`.
 
     Args:
-        taps: raw outputs of these decoder layers become the output `taps`, in this order; -1 is the embedding output.
+        taps: outputs of these decoder layers become the output `taps`, in this order; -1 is the embedding output.
             Without any there is no such output.
+        norm_last_tap: whether a tap of the last layer is taken behind the final norm.
 
     Raises ExportError when a tap or a limit does not fit the target, attention does not fit the precision, or a weight
     exceeds float16.
@@ -57,7 +59,7 @@ def write_target_graph(
     dims = target_dims(spec, num_taps=len(taps), limits=limits, attention=form, element_type=numbers.model)
     builder = GraphBuilder("target")
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
-        _emit(builder, spec, dims, taps, weights, quantisation(precision), numbers, gamma)
+        _emit(builder, spec, dims, taps, weights, quantisation(precision), numbers, gamma, norm_last_tap)
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
 
 
@@ -75,6 +77,7 @@ def _emit(
     bits: Quantisation,
     numbers: Numbers,
     gamma: int,
+    norm_last_tap: bool,
 ) -> None:
     for binding in bindings.target_inputs(dims):
         builder.input(binding)
@@ -92,12 +95,15 @@ def _emit(
     attention = causal_attention(builder, spec.decoder, dims, gamma=gamma)
     embedding = builder.initializer(weights.tensor(EMBEDDING, dims.element_type))
     x = builder.op("Gather", embedding, bindings.TOKEN_IDS, axis=0)
-    raw_outputs = {EMBEDDING_OUTPUT: x}
+    outputs = {EMBEDDING_OUTPUT: x}
+    last_layer = spec.decoder.num_layers - 1
     for layer in range(spec.decoder.num_layers):
         x = parts.layer(layer, x, attention)
-        raw_outputs[layer] = x
+        outputs[layer] = x
+    if norm_last_tap and last_layer in taps:
+        outputs[last_layer] = parts.norm(x, "norm")
     if taps:
-        builder.op("Concat", *(raw_outputs[layer] for layer in taps), axis=1, output=bindings.TAPS)
+        builder.op("Concat", *(outputs[layer] for layer in taps), axis=1, output=bindings.TAPS)
     wanted = builder.op("Gather", x, bindings.LOGIT_ROWS, axis=0)  # [L, D]
     head = Linears(builder, weights, bits.head, dims.element_type)
     is_cast = numbers.model != "float32"

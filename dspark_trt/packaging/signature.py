@@ -97,6 +97,7 @@ ENGINE_ONLY_INPUTS = (
     Tensor("stop_words_list", "INT32", (2, ANY), is_optional=True),
     Tensor("stop", "BOOL", is_optional=True),
     Tensor("stop_handle", "INT64", is_optional=True),  # only here: the handle of the request to stop
+    Tensor("num_top_log_probs", "INT32", is_optional=True),  # only here: how many alternatives to each token
 )
 
 ENGINE_OUTPUTS = (
@@ -106,6 +107,8 @@ ENGINE_OUTPUTS = (
     Tensor("handle", "INT64"),  # only here
     Tensor("cum_log_probs", "FP32", (ANY,)),
     Tensor("output_log_probs", "FP32", (ANY, ANY)),
+    Tensor("top_token_ids", "INT32", (ANY, ANY)),  # only here: alternatives to each token
+    Tensor("top_log_probs", "FP32", (ANY, ANY)),
     Tensor("batch_index", "INT32"),
     Tensor("sequence_index", "INT32"),
     Tensor("num_input_tokens", "INT32"),
@@ -132,7 +135,8 @@ PACKED_OUTPUTS = (
     "total_accepted_draft_tokens",
     "num_steps",
 )
-_INNER_OUTPUTS = ("output_ids", "sequence_length", "text", "handle")  # that the ensemble does not have
+# that the ensemble does not have
+_INNER_OUTPUTS = ("output_ids", "sequence_length", "text", "handle", "top_token_ids", "top_log_probs")
 PUBLIC_OUTPUTS = tuple(tensor for tensor in ENGINE_OUTPUTS if tensor.name not in _INNER_OUTPUTS)
 
 _POSTPROCESSING_INPUTS = (
@@ -147,11 +151,17 @@ _POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "STRING", (ANY,)), *PUBLIC_OUTPUTS)
 
 
 def model_configs(
-    engine_model_name: str, *, build_directory: str, scheduler: str, admission: str = "{}", control_socket: str = ""
+    engine_model_name: str,
+    *,
+    build_directory: str,
+    scheduler: str,
+    admission: str = "{}",
+    control_socket: str = "",
+    step_table: str = "",
 ) -> tuple[ModelConfig, ...]:
     """The four models. `build_directory` is absolute or relative to a model's folder; `scheduler` as in
     `parse_scheduler`; `admission` the AdmissionLimits that differ from the defaults, as JSON; `control_socket` where a
-    supervisor asks.
+    supervisor asks; `step_table` a file to price steps by in place of the build's own.
     """
     engine = ModelConfig(
         name=engine_model_name,
@@ -169,6 +179,7 @@ def model_configs(
             "scheduler": scheduler,
             "admission": admission,
             "control_socket": control_socket,
+            "step_table": step_table,
         },
     )
     preprocessing = ModelConfig(

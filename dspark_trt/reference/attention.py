@@ -1,4 +1,5 @@
-"""Attention of one row group of `bindings` in PyTorch: what graphs/attention_standard.py says, with the same memory.
+"""Who sees whom in a draft block, and attention of one row group of `bindings` in PyTorch: what
+graphs/attention_standard.py says, with the same memory.
 
 Nothing here waits for the device, depends on the values of a tensor or makes a shape out of them: a call can be
 captured in a CUDA graph. Its cost follows the capacity of a row, as that of any mask over a whole row does.
@@ -11,12 +12,22 @@ from __future__ import annotations
 
 import torch
 
-from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.checkpoints.spec import BlockAttention, DecoderSpec
 
 
 def causal_limits(past_lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """The last position that each padded query sees, [B, S]: its own."""
     return past_lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+
+
+def seen_by_block(form: BlockAttention, past: int, positions: torch.Tensor) -> torch.Tensor:
+    """Which of the `past` context positions and its own `positions` [n] each place of a block sees, [n, past + n]."""
+    keys, queries = torch.arange(past + len(positions), device=positions.device), positions[:, None]
+    visible = keys <= (queries if form.is_causal else positions[-1])
+    if form.window is not None:
+        near_slot, near_anchor = queries - keys < form.window, keys >= past - form.window
+        visible = visible & (near_slot if form.window_from == "slot" else near_anchor)
+    return visible.expand(len(positions), -1)
 
 
 class RowGroupAttention:
@@ -49,9 +60,13 @@ class RowGroupAttention:
         padded = packed[self._tokens].transpose(1, 2).masked_fill(self._is_idle, 0)  # [B, K, S, H]
         cache.scatter_(2, self._positions[:, None, :, None].expand(padded.shape), padded)
 
-    def mask_to(self, last_seen: torch.Tensor, capacity: int) -> torch.Tensor:
-        """True where a query may look, [B, 1, N / K * S, C], from the last position that each sees, [B, S]."""
-        is_visible = torch.arange(capacity, device=last_seen.device) <= last_seen[:, :, None]  # [B, S, C]
+    def mask_to(self, last_seen: torch.Tensor, capacity: int, first_seen: torch.Tensor | None = None) -> torch.Tensor:
+        """True where a query may look, [B, 1, N / K * S, C], from the last position that each sees, [B, S], and the
+        first one."""
+        positions = torch.arange(capacity, device=last_seen.device)
+        is_visible = positions <= last_seen[:, :, None]  # [B, S, C]
+        if first_seen is not None:
+            is_visible = is_visible & (positions >= first_seen[:, :, None])
         group = self._spec.num_heads // self._spec.num_kv_heads
         return is_visible[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
 

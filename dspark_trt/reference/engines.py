@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
 from dspark_trt.errors import CapacityError
+from dspark_trt.reference.attention import seen_by_block
 from dspark_trt.reference.heads import ReferenceHeads
 from dspark_trt.reference.model import ReferenceCache, ReferenceDecoder
 from dspark_trt.reference.weights import ReferenceWeights
@@ -40,11 +41,13 @@ def open_reference_engines(
             target.spec,
             target_weights,
             taps=drafter.spec.target_layer_ids,
+            norm_last_tap=drafter.spec.is_last_tap_normed,
             limits=limits,
         ),
         ReferenceDraftEngine(
             drafter.spec,
             ReferenceWeights(drafter.weights, device),
+            draft_ids=drafter.draft_ids,
             target_spec=target.spec,
             target_weights=target_weights,
             limits=limits,
@@ -72,7 +75,7 @@ class _Engine:
         self.limits = limits
         self._decoder = decoder
         self._device = decoder.weights.device
-        self._cache = ReferenceCache(decoder.spec, limits.max_slots, limits.max_seq_len, self._device)
+        self._cache = ReferenceCache(decoder.spec, limits.max_requests, limits.max_seq_len, self._device)
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._cache.move_row(source, destination, num_positions)
@@ -92,11 +95,11 @@ class _Engine:
             for row, start, length, end in zip(rows, past, lengths, ends, strict=True)
         ]
         for segment in segments:
-            if segment.length > self.limits.max_seq_len or not 0 <= segment.row < self.limits.max_slots:
+            if segment.length > self.limits.max_seq_len or not 0 <= segment.row < self.limits.max_requests:
                 raise CapacityError(
-                    f"reference engine: expected rows below {self.limits.max_slots} of at most "
+                    f"reference engine: expected rows below {self.limits.max_requests} of at most "
                     f"{self.limits.max_seq_len} positions, found row {segment.row} with {segment.length}; raise "
-                    "max_slots or max_seq_len"
+                    "max_requests or max_seq_len"
                 )
         return segments
 
@@ -105,7 +108,10 @@ class _Engine:
 
 
 class ReferenceTargetEngine(_Engine):
-    """TargetEngine of the protocol. `taps` are the drafter's target_layer_ids; without them, taps are [T, 0]."""
+    """TargetEngine of the protocol. `taps` are the drafter's target_layer_ids; without them, taps are [T, 0].
+
+    With `norm_last_tap`, a tap of the last layer is taken behind the final norm, as Hugging Face's `hidden_states` are.
+    """
 
     def __init__(
         self,
@@ -113,10 +119,12 @@ class ReferenceTargetEngine(_Engine):
         weights: ReferenceWeights,
         *,
         taps: tuple[int, ...],
+        norm_last_tap: bool,
         limits: EngineLimits,
     ) -> None:
         super().__init__(ReferenceDecoder(spec.decoder, weights), limits)
         self._taps = taps
+        self._norm_last_tap = norm_last_tap
         self._embedding = weights["embed_tokens.weight"]
         self._head = weights["embed_tokens.weight" if spec.is_head_tied else "lm_head.weight"]
         self.vocab_size = spec.decoder.vocab_size
@@ -135,6 +143,8 @@ class ReferenceTargetEngine(_Engine):
             raw = {layer: output for layer, output in outputs if layer in (*self._taps, last_layer)}
             wanted = raw[last_layer][self._tensor(batch.logit_rows, torch.int64)]
             logits = self._decoder.norm("norm", wanted) @ self._head.T
+            if self._norm_last_tap:
+                raw[last_layer] = self._decoder.norm("norm", raw[last_layer])
             empty = logits.new_zeros(segments[-1].end, 0)
             taps = torch.cat([empty, *(raw[layer] for layer in self._taps)], dim=-1)
             return TargetOutput(self._output(logits), self._output(taps))
@@ -168,6 +178,7 @@ class ReferenceDraftEngine(_Engine):
         spec: DrafterSpec,
         weights: ReferenceWeights,
         *,
+        draft_ids: NDArray[np.int64] | None = None,
         target_spec: TargetSpec,
         target_weights: ReferenceWeights,
         limits: EngineLimits,
@@ -175,7 +186,8 @@ class ReferenceDraftEngine(_Engine):
         super().__init__(ReferenceDecoder(spec.decoder, weights), limits)
         self._spec = spec
         self._weights = weights
-        self._heads = ReferenceHeads(spec, weights)
+        self._draft_ids = draft_ids
+        self._heads = ReferenceHeads(spec, weights, draft_ids)
         target_head = "embed_tokens.weight" if target_spec.is_head_tied else "lm_head.weight"
         self._embedding = (weights if spec.has_own_embedding else target_weights)["embed_tokens.weight"]
         self._head = weights["lm_head.weight"] if spec.has_own_head else target_weights[target_head]
@@ -196,10 +208,10 @@ class ReferenceDraftEngine(_Engine):
 
     @property
     def draft_vocab(self) -> NDArray[np.int64] | None:
-        return None
+        return self._draft_ids
 
     def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
-        """One block per request; every slot sees the whole context and the whole block."""
+        """One block per request."""
         if ingest is not None:
             self.ingest(ingest)
         num_slots = batch.uniforms.shape[1]
@@ -221,9 +233,10 @@ class ReferenceDraftEngine(_Engine):
 
     def _backbone(self, anchor_id: torch.Tensor, row: int, past: int, num_slots: int) -> torch.Tensor:
         """h of every slot after the final norm, [n, D]."""
-        masks = anchor_id.new_full((num_slots - 1,), self._spec.mask_token_id)
+        num_masks = num_slots - 1 + self._spec.is_mask_first
+        masks = anchor_id.new_full((num_masks,), self._spec.mask_token_id)
         x = self._embedding[torch.cat([anchor_id[None], masks])]
-        positions = torch.arange(past, past + num_slots, device=self._device)
+        positions = torch.arange(past, past + num_masks + 1, device=self._device)
         for layer in range(self._decoder.spec.num_layers):
             normed = self._decoder.norm(f"layers.{layer}.input_layernorm", x)
             keys, values = self._decoder.key_value(layer, normed, positions)
@@ -232,7 +245,8 @@ class ReferenceDraftEngine(_Engine):
                 self._decoder.query(layer, normed, positions),
                 torch.cat([context_keys, keys]),
                 torch.cat([context_values, values]),
+                seen_by_block(self._spec.attention_of(layer), past, positions),
             )
             x = x + self._decoder.attention_output(layer, attended)
             x = x + self._decoder.mlp(layer, x)
-        return self._decoder.norm("norm", x)
+        return self._decoder.norm("norm", x[-num_slots:])

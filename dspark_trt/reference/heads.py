@@ -1,25 +1,30 @@
 """Markov and confidence heads in PyTorch, written on their own so that they and the plugin's reference check each
 other.
 
-Shape letters: `R` requests, `G` slots drafted (at most gamma), `V` vocabulary, `D` hidden, `r` Markov rank.
+Shape letters: `R` requests, `G` slots drafted (at most gamma), `V` draft vocabulary, `D` hidden, `r` Markov rank.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.spec import DrafterSpec
 from dspark_trt.reference.weights import ReferenceWeights
 
+Int64 = NDArray[np.int64]
 _LARGEST_LOGIT = 1e30  # stands for infinity, so that draft probabilities are always defined
 
 
 class ReferenceHeads:
     """The sequential stage of the drafter. Source: paper section 3.1, eq. 4-7."""
 
-    def __init__(self, spec: DrafterSpec, weights: ReferenceWeights) -> None:
+    def __init__(self, spec: DrafterSpec, weights: ReferenceWeights, draft_ids: Int64 | None = None) -> None:
+        """`draft_ids` [V]: target ids of the rows of W2 and of the base logits' columns; None: the same."""
         self._spec = spec
         self._weights = weights
+        self._draft_ids = None if draft_ids is None else torch.from_numpy(draft_ids).to(weights.device)
 
     def draft(
         self,
@@ -54,6 +59,8 @@ class ReferenceHeads:
             logits = torch.nan_to_num(logits, nan=-_LARGEST_LOGIT, posinf=_LARGEST_LOGIT, neginf=-_LARGEST_LOGIT)
             draft_logits[:, slot] = logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
             previous = draw(draft_logits[:, slot], temperatures, uniforms[:, slot])
+            if self._draft_ids is not None:
+                previous = self._draft_ids[previous]
             draft_ids[:, slot] = previous
         return draft_ids, draft_logits, confidence_logits
 

@@ -121,8 +121,8 @@ class ReferenceDecoder:
 class ReferenceCache:
     """K and V of every layer and row: [layer, K or V, row, position, K, H]."""
 
-    def __init__(self, spec: DecoderSpec, max_slots: int, max_seq_len: int, device: str) -> None:
-        shape = (spec.num_layers, 2, max_slots, max_seq_len, spec.num_kv_heads, spec.head_dim)
+    def __init__(self, spec: DecoderSpec, max_requests: int, max_seq_len: int, device: str) -> None:
+        shape = (spec.num_layers, 2, max_requests, max_seq_len, spec.num_kv_heads, spec.head_dim)
         self._memory = torch.zeros(shape, device=device)
 
     def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -81,10 +81,21 @@ def open_reference_sessions(
         target_weights = ReferenceWeights(target.weights, device, getattr(torch, element_type))
         drafter_weights = ReferenceWeights(drafter.weights, device, getattr(torch, element_type))
         sessions = DeviceSessions(
-            target=TorchTargetSession(target.spec, target_weights, of_target, drafter.spec.target_layer_ids),
+            target=TorchTargetSession(
+                target.spec,
+                target_weights,
+                of_target,
+                drafter.spec.target_layer_ids,
+                norm_last_tap=drafter.spec.is_last_tap_normed,
+            ),
             ingest=TorchIngestSession(drafter.spec, drafter_weights, of_drafter),
             draft=TorchDraftSession(
-                drafter.spec, drafter_weights, of_drafter, target_spec=target.spec, target_weights=target_weights
+                drafter.spec,
+                drafter_weights,
+                of_drafter,
+                target_spec=target.spec,
+                target_weights=target_weights,
+                draft_ids=drafter.draft_ids,
             ),
             select=TorchSelectSession(of_drafter, device),
         )

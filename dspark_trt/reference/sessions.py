@@ -16,15 +16,20 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
+import numpy as np
 import torch
+from dspark_trt_plugins.markov_head.form import W2
+from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
-from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
+from dspark_trt.checkpoints.spec import BlockAttention, DrafterSpec, TargetSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.drafter_form import LOWEST, columns_of
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.session import Tensors
+from dspark_trt.graphs.weights import SelectedRows
 from dspark_trt.reference.attention import RowGroupAttention, causal_limits
 from dspark_trt.reference.model import ReferenceDecoder
 from dspark_trt.reference.sequential import SequentialStage
@@ -53,13 +58,25 @@ class TorchSession(ABC):
 
 
 class TorchTargetSession(TorchSession):
-    """target.onnx. `taps` are the drafter's target_layer_ids; without them there is no output `taps`."""
+    """target.onnx. `taps` are the drafter's target_layer_ids; without them there is no output `taps`.
+
+    With `norm_last_tap`, a tap of the last layer is taken behind the final norm.
+    """
 
     name = bindings.TARGET_GRAPH
 
-    def __init__(self, spec: TargetSpec, weights: ReferenceWeights, dims: TargetDims, taps: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        spec: TargetSpec,
+        weights: ReferenceWeights,
+        dims: TargetDims,
+        taps: tuple[int, ...],
+        *,
+        norm_last_tap: bool = False,
+    ) -> None:
         self._dims = dims
         self._taps = taps
+        self._norm_last_tap = norm_last_tap
         self._decoder = ReferenceDecoder(spec.decoder, weights)
         self._embedding = weights[EMBEDDING]
         self._head = weights[target_head(spec)]
@@ -80,12 +97,14 @@ class TorchTargetSession(TorchSession):
                 group.write(key_cache, keys)
                 group.write(value_cache, values)
                 padded.append(group.attend(queries, key_cache, value_cache, masks[name]))
-            return torch.cat(padded)[tensors[bindings.OUTPUT_SLOTS]]
+            return torch.cat(padded)[tensors[bindings.PADDED_INDICES]]
 
         x = self._embedding[tensors[bindings.TOKEN_IDS]]
         raw = {-1: x}
         for layer in range(decoder.spec.num_layers):
             x = raw[layer] = decoder_layer(decoder, layer, x, tensors[bindings.POSITIONS], attend)
+        if self._norm_last_tap:
+            raw[decoder.spec.num_layers - 1] = decoder.norm("norm", x)
         if self._taps:
             torch.cat([raw[layer] for layer in self._taps], dim=-1, out=tensors[bindings.TAPS])
         wanted = decoder.norm("norm", x[tensors[bindings.LOGIT_ROWS]])
@@ -134,14 +153,22 @@ class TorchDraftSession(TorchSession):
         *,
         target_spec: TargetSpec,
         target_weights: ReferenceWeights,
+        draft_ids: NDArray[np.int64] | None = None,
     ) -> None:
-        """An embedding or head that the drafter does not own is the target's, the same tensor.
+        """`draft_ids` as in DrafterCheckpoint. An embedding or head that the drafter does not own is the target's, the
+        same tensor.
 
         Raises EnvironmentMissingError and EngineBuildError as SequentialStage does.
         """
         self._dims = dims
-        self._mask_token_id = spec.mask_token_id
+        self._spec = spec
         self._decoder = ReferenceDecoder(spec.decoder, weights)
+        self._columns: torch.Tensor | None = None
+        if draft_ids is not None:
+            columns = columns_of(draft_ids, spec.decoder.vocab_size)
+            self._columns = torch.from_numpy(columns).to(weights.device)
+            rows = SelectedRows(weights.store, {W2: columns % len(draft_ids)})
+            weights = ReferenceWeights(rows, weights.device, weights.element_type)
         self._stage = SequentialStage(spec, weights)
         self._embedding = (weights if spec.has_own_embedding else target_weights)[EMBEDDING]
         self._head = weights[HEAD] if spec.has_own_head else target_weights[target_head(target_spec)]
@@ -150,29 +177,46 @@ class TorchDraftSession(TorchSession):
         decoder, dims = self._decoder, self._dims
         anchor_ids, past = tensors[bindings.ANCHOR_IDS], tensors[bindings.PAST_LENGTHS]
         row_requests, block_rows = tensors[bindings.ROW_REQUESTS], tensors[bindings.BLOCK_ROWS]
-        slots = torch.arange(dims.gamma, device=past.device)
+        length = dims.block_length
+        places = torch.arange(length, device=past.device)
         row_past = past[row_requests]  # [B]
-        tokens, query = row_requests[:, None] * dims.gamma + slots, tensors[bindings.ROW_QUERY_LENGTHS]
+        tokens, query = row_requests[:, None] * length + places, tensors[bindings.ROW_QUERY_LENGTHS]
         group = RowGroupAttention(decoder.spec, tokens, row_past, query, dims.limits.max_seq_len)
-        last_seen = (row_past + dims.gamma - 1)[:, None].expand(-1, dims.gamma)  # no order inside the block
-        mask = group.mask_to(last_seen, dims.cache.capacity)
+        forms = {self._spec.attention_of(layer) for layer in range(decoder.spec.num_layers)}
+        masks = {form: group.mask_to(*_seen(form, row_past, dims)) for form in forms}
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             key_cache, value_cache = _caches(tensors, bindings.CONTEXT, layer)
             group.write(key_cache, keys)
             group.write(value_cache, values)
-            attended = group.attend(queries, key_cache, value_cache, mask).unflatten(0, (-1, dims.gamma))
-            return attended[block_rows].flatten(0, 1)
+            attended = group.attend(queries, key_cache, value_cache, masks[self._spec.attention_of(layer)])
+            return attended.unflatten(0, (-1, length))[block_rows].flatten(0, 1)
 
-        block = anchor_ids.new_full((len(anchor_ids), dims.gamma), self._mask_token_id)
+        block = anchor_ids.new_full((len(anchor_ids), length), self._spec.mask_token_id)
         block[:, 0] = anchor_ids
-        positions = (past[:, None] + slots).flatten()
+        positions = (past[:, None] + places).flatten()
         x = self._embedding[block.flatten()]
         for layer in range(decoder.spec.num_layers):
             x = decoder_layer(decoder, layer, x, positions, attend)
-        hidden = decoder.norm("norm", x)
+        hidden = decoder.norm("norm", x.unflatten(0, (-1, length))[:, -dims.gamma :].flatten(0, 1))
         base_logits = hidden @ self._head.T
+        if self._columns is not None:
+            lowest = base_logits.new_full((len(base_logits), 1), LOWEST[dims.element_type])
+            base_logits = torch.cat((base_logits, lowest), dim=1)[:, self._columns]
         self._stage.draft(base_logits.unflatten(0, (-1, dims.gamma)), hidden.unflatten(0, (-1, dims.gamma)), tensors)
+
+
+def _seen(
+    form: BlockAttention, row_past: torch.Tensor, dims: DrafterDims
+) -> tuple[torch.Tensor, int, torch.Tensor | None]:
+    """The last position that each query of a block sees, [B, n], the rows' capacity, and the first position."""
+    positions = row_past[:, None] + torch.arange(dims.block_length, device=row_past.device)
+    last_seen = positions if form.is_causal else positions[:, -1:].expand_as(positions)
+    first_seen = None
+    if form.window is not None:
+        of_slot, of_anchor = positions - form.window + 1, (row_past - form.window)[:, None].expand_as(positions)
+        first_seen = of_slot if form.window_from == "slot" else of_anchor
+    return last_seen, dims.cache.capacity, first_seen
 
 
 def decoder_layer(

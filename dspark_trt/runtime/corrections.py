@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Part = Literal["verify", "draft", "host", "drafting_host"]
+Part = Literal["verify", "verify_drafts", "draft", "host", "drafting_host"]
 
 LAG_STEPS = 2
 TIME_RATE = 0.05  # of the distance in log time, a step
 MAX_TIME_STEP = 0.01  # one observation moves a price by at most so much, in log time
 MAX_TIME_FACTOR = 2.0
+RETURN_RATE = 0.002  # of what steps with drafts are dearer by than others, forgotten each step
 ACCEPTANCE_RATE = 0.03  # of the difference between seen and expected acceptance, in logits
 MAX_ACCEPTANCE_SHIFT = 1.5  # logits
 REALISED_DECAY = 0.99  # of what drafting steps have brought, a step
@@ -60,7 +61,9 @@ class TimeCorrection:
 
     def factor(self, part: Part, num_requests: int) -> float:
         """What the table's price of a part is multiplied by."""
-        return math.exp(self._log_factors.get((part, num_requests.bit_length()), 0.0))
+        bucket = num_requests.bit_length()
+        parts: tuple[Part, ...] = ("verify", "verify_drafts") if part == "verify_drafts" else (part,)
+        return math.exp(sum(self._log_factors.get((each, bucket), 0.0) for each in parts))
 
     def observe(self, part: Part, num_requests: int, *, expected_ms: float, seen_ms: float) -> None:
         """`expected_ms` is the corrected price."""
@@ -74,7 +77,16 @@ class TimeCorrection:
         key, distance = seen
         step = min(max(TIME_RATE * distance, -MAX_TIME_STEP), MAX_TIME_STEP)
         limit = math.log(MAX_TIME_FACTOR)
-        self._log_factors[key] = min(max(self._log_factors.get(key, 0.0) + step, -limit), limit)
+        part, bucket = key
+        moves = {key: step}
+        if part == "verify_drafts":  # the whole host may have become slower, or drafts be dearer than measured
+            moves = {("verify", bucket): step / 2, ("verify_drafts", bucket): step / 2}
+        for moved, by in moves.items():
+            self._log_factors[moved] = min(max(self._log_factors.get(moved, 0.0) + by, -limit), limit)
+        if part in ("verify", "verify_drafts"):  # what is not tried again must not stay dear for ever
+            self._log_factors["verify_drafts", bucket] = (1 - RETURN_RATE) * self._log_factors.get(
+                ("verify_drafts", bucket), 0.0
+            )
 
 
 class AcceptanceCorrection:

@@ -33,6 +33,7 @@ STEPS_BETWEEN_LOOKS = 4
 LEAST_LOSS_SHARE = 0.1  # of what a look costs counts as lost, however good it promises to be
 NUM_EXPLORED_SLOTS = 2
 MAX_STEPS_BETWEEN_CHOICES = 4  # the same requests need no new choice for so many steps
+_NO_LOOKUPS = np.empty((0, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +100,19 @@ class DraftPolicy:
         if not num_requests or not step.caps.any():
             return DraftChoice.nobody(num_requests)
         if lookup_survival is None:
-            lookup_survival = np.zeros((num_requests, 1))
+            return self._with_explored(step, self._best_or_last(step, _NO_LOOKUPS), may_explore=step.caps > 0)
         found = lookup_survival.sum(axis=1)
         choice = self._best_or_last(step, lookup_survival)
         is_better = found > self._last_promise
         if is_better.any():
             choice = _without(choice, is_better)
-        choice = self._explore(step, choice, may_explore=~is_better)
-        self._seen_at[step.rows[choice.is_drafting]] = self._num_steps
+        choice = self._with_explored(step, choice, may_explore=(step.caps > 0) & ~is_better)
         return replace(choice, is_looking_up=(found > 0) & ~choice.is_drafting)
+
+    def _with_explored(self, step: Decoding, choice: DraftChoice, *, may_explore: NDArray[np.bool_]) -> DraftChoice:
+        choice = self._explore(step, choice, may_explore=may_explore)
+        self._seen_at[step.rows[choice.is_drafting]] = self._num_steps
+        return choice
 
     def move_row(self, source: int, destination: int) -> None:
         self._seen_at[destination] = self._seen_at[source]
@@ -129,9 +134,12 @@ class DraftPolicy:
         survival *= (np.arange(gamma) < step.caps[:, None])[:, None, :]
         self._last_promise = promise = survival.mean(axis=1).sum(axis=1)
         order = np.argsort(-promise, kind="stable")
-        order = order[(step.caps > 0)[order] & (lookup_survival.sum(axis=1) <= promise)[order]]
+        may_draft = step.caps > 0
+        if len(lookup_survival):
+            may_draft &= lookup_survival.sum(axis=1) <= promise
+        order = order[may_draft[order]]
         context = step.context_tokens
-        steps_ms = self._prices.plain(num_requests, context, 0, num_requests * gamma)
+        steps_ms = self._prices.with_drafts(num_requests, context, 0, num_requests * gamma)
         without_drafter = np.append(num_requests, num_requests + np.cumsum(-np.sort(-lookup_survival, axis=None)))
         without_drafter = without_drafter[: len(steps_ms)]
         plain = float((without_drafter / steps_ms[: len(without_drafter)]).max())
@@ -141,8 +149,10 @@ class DraftPolicy:
         best, best_slots, best_count = threshold / self.realised.factor(num_requests), 0, 0
         for count in _halved(len(order)):
             chosen = order[:count]
-            looked_up = np.repeat(np.delete(lookup_survival, chosen, axis=0), NUM_QUANTILES)
-            looked_up = looked_up[looked_up > 0]
+            looked_up = lookup_survival
+            if len(lookup_survival):
+                looked_up = np.repeat(np.delete(lookup_survival, chosen, axis=0), NUM_QUANTILES)
+                looked_up = looked_up[looked_up > 0]
             pending = int(step.num_pending[chosen].sum())
             host = self._prices.drafting_host(count)
             before = 0.0
@@ -180,11 +190,11 @@ class DraftPolicy:
         self._seen_at[step.rows[is_new]] = 0  # before all that have been seen
         few = min(each for each in self._slot_counts if each >= min(NUM_EXPLORED_SLOTS, self._slot_counts[-1]))
         num_slots = choice.num_slots or few
-        steps_ms = self._prices.plain(len(step.rows), step.context_tokens, 0, num_slots)
+        steps_ms = self._prices.with_drafts(len(step.rows), step.context_tokens, 0, num_slots)
         plain_ms = float(steps_ms[0])
         first_looks = FIRST_LOOK_SHARE * int(is_new.sum()) / len(step.rows)
         self._credit_ms += (EXPLORATION_SHARE * STEPS_BETWEEN_LOOKS + first_looks) * plain_ms
-        idle = np.flatnonzero(~choice.is_drafting & (step.caps > 0) & may_explore)
+        idle = np.flatnonzero(~choice.is_drafting & may_explore)
         if not len(idle):
             return choice
         explored = int(idle[np.argmin(self._seen_at[step.rows[idle]])])

@@ -33,7 +33,7 @@ from dspark_trt.runtime.drafting import DraftBlock, DraftVocabulary, draft_batch
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
 from dspark_trt.runtime.pending_taps import PendingTaps
-from dspark_trt.runtime.slots import RowMove
+from dspark_trt.runtime.rows import RowMove
 from dspark_trt.runtime.state import RequestState
 from dspark_trt.runtime.step_plan import StepPlan
 from dspark_trt.runtime.verification import Segment, check_selection, num_selected, pack
@@ -65,10 +65,11 @@ class EngineCalls:
     ) -> None:
         """Raises CapacityError when the engines' limits do not fit each other."""
         limits = target.limits
-        if limits.max_batch_tokens < limits.max_slots:
+        if limits.max_batch_tokens < limits.max_requests:
             raise CapacityError(
-                f"engine limits: max_batch_tokens = {limits.max_batch_tokens} is below max_slots = {limits.max_slots}, "
-                "so a full batch could not decode; build with more batch tokens or fewer slots"
+                f"engine limits: max_batch_tokens = {limits.max_batch_tokens} is below max_requests = "
+                f"{limits.max_requests}, so a full batch could not decode; build with more "
+                "batch tokens or fewer requests"
             )
         if drafter is not None and drafter.limits != limits:
             raise CapacityError(
@@ -77,8 +78,8 @@ class EngineCalls:
         self.target = target
         self.drafter = drafter
         self.step_engine = step_engine
-        self.target_cache = CacheLengths(num_rows=limits.max_slots, capacity=limits.max_seq_len)
-        self.context_cache = CacheLengths(num_rows=limits.max_slots, capacity=limits.max_seq_len)
+        self.target_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
+        self.context_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self.record = StepRecord()  # of the step that is running
         self._pending = PendingTaps()
         vocab = None if drafter is None else drafter.draft_vocab

@@ -19,19 +19,16 @@ from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine, 
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
-from dspark_trt.runtime.corrections import TimeCorrection
-from dspark_trt.runtime.draft_policy import Decoding, DraftChoice
 from dspark_trt.runtime.drafting import DraftBlock, with_lookups
 from dspark_trt.runtime.emission import Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
-from dspark_trt.runtime.prices import StepPrices
+from dspark_trt.runtime.planner import Planner
 from dspark_trt.runtime.request import GenerationRequest, validate
-from dspark_trt.runtime.sampling import is_greedy
+from dspark_trt.runtime.rows import Rows
 from dspark_trt.runtime.scheduling import Scheduling
-from dspark_trt.runtime.slots import Slots
 from dspark_trt.runtime.state import Phase, RequestState, new_state
-from dspark_trt.runtime.step_plan import StepPlan, draft_cap, max_prefill_tokens, plan_step
+from dspark_trt.runtime.step_plan import StepPlan
 from dspark_trt.runtime.text_stream import Decode
 from dspark_trt.runtime.verification import Segment, offer_drafts, select_batch
 from dspark_trt.steptable.table import StepTable
@@ -65,10 +62,11 @@ class DecodingLoop:
         on_verified: OnVerified | None = None,
     ) -> None:
         """`step_table` may be None where the mode prices no steps.
+
         Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `lookup`: drafts may be copied
         from a request's own text, at most as many as `calibration` has slots; in mode auto beside the drafter, in every
-        mode without one. `step_engine`, over these very
-        engines, drafts and verifies in one call; only mode lagged_budget knows early enough how much is verified.
+        mode without one. `step_engine`, over these very engines, drafts and verifies in one call; only mode
+        lagged_budget knows early enough how much is verified.
         max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
         on_verified: called with every step's segments, logits and block before anything is accepted; it only looks.
 
@@ -83,26 +81,31 @@ class DecodingLoop:
         self._limits = limits = target.limits
         self._eos_token_ids = tuple(eos_token_ids)
         self._decode = decode
-        self._max_stretch = max_stretch
         self._on_verified = on_verified
-        self._slots: Slots[RequestState] = Slots(limits.max_slots)
+        self._rows: Rows[RequestState] = Rows(limits.max_requests)
         self._scheduling: Scheduling | None = None
         if self._max_verify_len:
             self._scheduling = Scheduling(
                 scheduler,
                 calibration=calibration,
                 table=step_table,
-                num_rows=limits.max_slots,
+                num_rows=limits.max_requests,
                 selects_on_device=step_engine is not None,
                 lookup=lookup,
                 has_drafter=drafter is not None,
             )
-        self._prices = None if step_table is None else StepPrices(step_table, TimeCorrection(is_on=False))
         is_selected_on_device = self._scheduling is not None and self._scheduling.config.mode == "lagged_budget"
         self._engines = EngineCalls(
             target,
             drafter if self._max_verify_len else None,
             step_engine if is_selected_on_device else None,
+        )
+        self._planner = Planner(
+            self._engines,
+            self._scheduling,
+            step_table,
+            max_verify_len=self._max_verify_len,
+            max_stretch=max_stretch,
         )
         self._queue: deque[RequestState] = deque()
         self._states: dict[str, RequestState] = {}  # all that are not finished, by request id
@@ -123,7 +126,7 @@ class DecodingLoop:
     @property
     def num_running(self) -> int:
         """Requests that have a KV row."""
-        return len(self._slots.occupants)
+        return len(self._rows.occupants)
 
     @property
     def num_queued(self) -> int:
@@ -164,7 +167,7 @@ class DecodingLoop:
         self._plan = None
         self._drop_cancelled()
         self._admit()
-        if self._slots.occupants:
+        if self._rows.occupants:
             try:
                 self._step()
             except EngineCallFailed as failure:
@@ -179,7 +182,7 @@ class DecodingLoop:
 
     def _step(self) -> None:
         """draft -> schedule -> verify -> accept -> emit."""
-        plan = self._plan = self._make_plan()
+        plan = self._plan = self._planner.make_plan(self._rows.occupants)
         block: DraftBlock | None
         if self._engines.step_engine and plan.num_drafting:
             block, segments, output = self._draft_and_verify(plan)
@@ -197,8 +200,8 @@ class DecodingLoop:
 
     def check_integrity(self) -> None:
         """Assert what holds between two steps: rows, lengths and requests agree."""
-        self._slots.check_integrity()
-        self._engines.check_integrity(self._slots.occupants)
+        self._rows.check_integrity()
+        self._engines.check_integrity(self._rows.occupants)
         assert len(self._states) == self.num_running + self.num_queued, "a request is neither running nor queued"
 
     def _drop_cancelled(self) -> None:
@@ -213,57 +216,13 @@ class DecodingLoop:
 
     def _admit(self) -> None:
         """Give the free rows to the requests that wait longest."""
-        while self._queue and self._slots.num_free:
+        while self._queue and self._rows.num_free:
             state = self._queue.popleft()
-            for other in self._slots.occupants:
+            for other in self._rows.occupants:
                 if other.key == state.key:
                     state.share_key()
                     other.share_key()
-            self._slots.occupy(state)
-
-    def _make_plan(self) -> StepPlan:
-        """What this step may do at most, from the past alone."""
-        decode = [state for state in self._slots.occupants if state.phase is Phase.DECODE]
-        prompts = [state for state in self._slots.occupants if state.phase is Phase.PREFILL]
-        caps = np.array([draft_cap(state, self._max_verify_len) for state in decode], dtype=np.int64)
-        context_tokens = float(self._engines.target_cache.committed[: len(self._slots.occupants)].mean())
-        prefill_room = max_prefill_tokens(
-            self._prices,
-            len(decode),
-            context_tokens,
-            max_batch_tokens=self._limits.max_batch_tokens,
-            max_stretch=self._max_stretch,
-        )
-        choice = DraftChoice.nobody(len(decode))
-        lookups = [state.look_up(cap) if cap > 0 else None for state, cap in zip(decode, caps.tolist(), strict=True)]
-        if self._scheduling is not None:
-            self._scheduling.begin_step()
-            choice = self._scheduling.who_drafts(
-                Decoding(
-                    rows=np.array([state.row for state in decode], dtype=np.int64),
-                    generations=np.array([state.generation for state in decode], dtype=np.int64),
-                    caps=caps,
-                    num_pending=self._engines.num_pending(decode),
-                    context_tokens=context_tokens,
-                ),
-                lookups,
-                [is_greedy(state.params.temperature) for state in decode],
-            )
-        plan = plan_step(
-            decode,
-            prompts,
-            choice=choice,
-            caps=caps,
-            lookups=lookups,
-            max_batch_tokens=self._limits.max_batch_tokens,
-            max_prefill_tokens=prefill_room,
-            context_tokens=context_tokens,
-        )
-        for index, state in enumerate(plan.decode):
-            state.draw_words(num_slots=1 + plan.num_proposed(index))
-        for chunk in plan.prefill:
-            chunk.state.draw_words(num_slots=1)
-        return plan
+            self._rows.occupy(state)
 
     def _draft_and_verify(self, plan: StepPlan) -> tuple[DraftBlock, list[Segment], TargetOutput]:
         """Draft, schedule and verify in one call: how many drafts are verified is known before anything is drafted."""
@@ -305,9 +264,9 @@ class DecodingLoop:
 
     def _vacate(self) -> None:
         """Free the rows of finished requests, the highest first: then no finished row is ever moved."""
-        while finished := [state for state in self._slots.occupants if state.phase is Phase.FINISHED]:
+        while finished := [state for state in self._rows.occupants if state.phase is Phase.FINISHED]:
             self._engines.release(finished[-1])
-            move = self._slots.release(finished[-1])
+            move = self._rows.release(finished[-1])
             if move is None:
                 continue
             try:

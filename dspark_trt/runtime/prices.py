@@ -27,6 +27,18 @@ class StepPrices:
         """A whole step that does not draft, with first .. last extra tokens, [last - first + 1]."""
         return self.verify(num_requests, context_tokens, first, last) + self.host(num_requests)
 
+    def with_drafts(self, num_requests: int, context_tokens: float, first: int, max_drafts: int) -> Floats:
+        """A whole step that does not draft, with `first` extra tokens and 0 .. max_drafts drafts, [1 + max_drafts].
+
+        Steps that verify drafts have a correction of their own: what the first draft adds is the smallest difference in
+        the table and decides most.
+        """
+        curve = self.table.step_curve(num_requests, context_tokens, first, first + max_drafts)
+        without = float(curve[0]) * self._correction.factor("verify", num_requests)
+        curve = np.maximum(curve * self._correction.factor("verify_drafts", num_requests), without)
+        curve[0] = without
+        return curve + self.host(num_requests)
+
     def host(self, num_requests: int) -> float:
         """A step outside the engines."""
         return self.table.host_cost(num_requests, is_drafting=False) * self._correction.factor("host", num_requests)

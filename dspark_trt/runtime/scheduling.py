@@ -17,7 +17,7 @@ from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.acceptance import Acceptance
-from dspark_trt.runtime.corrections import AcceptanceCorrection, TimeCorrection
+from dspark_trt.runtime.corrections import AcceptanceCorrection, Part, TimeCorrection
 from dspark_trt.runtime.draft_policy import Decoding, DraftChoice, DraftPolicy
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.lookup import Lookup
@@ -201,7 +201,8 @@ class Scheduling:
         if self._policy is not None and self._choice is not None and self._choice.tokens_per_ms and not plan.prefill:
             expected = self._choice.tokens_per_ms * record.expected_ms
             self._policy.realised.observe(len(plan.decode), seen=record.num_tokens_emitted, expected=expected)
-        self.times.observe("verify", plan.num_segments, expected_ms=verify, seen_ms=record.verify_ms)
+        part: Part = "verify_drafts" if num_drafts else "verify"
+        self.times.observe(part, plan.num_segments, expected_ms=verify, seen_ms=record.verify_ms)
         if drafting:
             seen = record.draft_ms + record.ingest_ms
             self.times.observe("draft", drafting, expected_ms=draft, seen_ms=seen)

@@ -23,8 +23,8 @@ from dspark_trt.runtime.lookup import Lookup, TokenIndex
 from dspark_trt.runtime.metrics import RequestStatistics
 from dspark_trt.runtime.request import MAX_SEED, GenerationRequest, SamplingParams
 from dspark_trt.runtime.rng import RngKey, random_words, request_key
+from dspark_trt.runtime.rows import NO_ROW
 from dspark_trt.runtime.sampling import LogitProcessors
-from dspark_trt.runtime.slots import NO_ROW
 from dspark_trt.runtime.text_stream import Decode, TextStream
 
 

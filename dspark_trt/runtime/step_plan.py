@@ -89,8 +89,8 @@ class StepPlan:
 
     def verify_ms(self, prices: StepPrices, num_drafts: int) -> float:
         """Expected milliseconds of the target's call with so many drafts."""
-        extra = self.num_extra_tokens + num_drafts
-        return float(prices.verify(self.num_segments, self.context_tokens, extra, extra)[0])
+        curve = prices.with_drafts(self.num_segments, self.context_tokens, self.num_extra_tokens, num_drafts)
+        return float(curve[-1]) - prices.host(self.num_segments)
 
     def draft_ms(self, prices: StepPrices, num_ingested: int) -> float:
         """Expected milliseconds of the drafter's calls."""
@@ -103,7 +103,7 @@ class StepPlan:
         """
         first = self.num_extra_tokens
         drafted = self.draft_ms(prices, 0) + prices.drafting_host(self.num_drafting)
-        return prices.plain(self.num_segments, self.context_tokens, first, first + max_drafts) + drafted
+        return prices.with_drafts(self.num_segments, self.context_tokens, first, max_drafts) + drafted
 
 
 def plan_step(

@@ -39,7 +39,7 @@ class SurvivalHistory:
         self._generation = np.full(num_rows, -1, dtype=np.int64)
         self._pool = _spread(prior, NUM_POOLED)
         self._num_pooled = 0
-        self._typical = _quantiles(self._pool)  # [Q, G]
+        self._typical: Floats | None = None  # [Q, G] of the pool, computed when it is asked for
 
     def stale(self, rows: Ints, generations: Ints) -> Floats:
         """Survivals of two steps ago; 1 where the occupant had none. [R, G]"""
@@ -48,6 +48,8 @@ class SurvivalHistory:
 
     def expected(self, rows: Ints, generations: Ints) -> Floats:
         """Q equally likely blocks of each request. [R, Q, G]"""
+        if self._typical is None:
+            self._typical = _quantiles(self._pool)
         typical = self._typical.mean(axis=0)
         is_known = (self._generation[rows] == generations)[:, None]
         sums = np.where(is_known, self._sums[rows], 0.0)
@@ -84,7 +86,7 @@ class SurvivalHistory:
         at = (self._num_pooled + np.arange(len(rows))) % NUM_POOLED
         self._pool[at[-NUM_POOLED:]] = survivals[-NUM_POOLED:]
         self._num_pooled += len(rows)
-        self._typical = _quantiles(self._pool)
+        self._typical = None
 
 
 def _spread(prior: Floats, count: int) -> Floats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Iterator
 from typing import Any
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is behind no proxy
@@ -22,6 +23,22 @@ def generate(http_url: str, request: dict[str, Any], *, timeout_s: float) -> dic
     return decoded
 
 
+def stream(http_url: str, request: dict[str, Any], *, timeout_s: float) -> Iterator[dict[str, Any]]:
+    """The responses to one streaming request to the ensemble, as they come.
+
+    Raises OSError, ValueError with the server's message where a request fails on the way.
+    """
+    url = f"{http_url}/v2/models/ensemble/generate_stream"
+    call = urllib.request.Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
+    with _DIRECT.open(call, timeout=timeout_s) as answer:
+        for line in answer:
+            if line.startswith(b"data:"):
+                event: dict[str, Any] = json.loads(line[5:])
+                if "error" in event:
+                    raise ValueError(event["error"])
+                yield event
+
+
 def is_ready(http_url: str) -> bool:
     """What the server says of itself. It does not know of processes of its own that died: see `probe`."""
     try:
@@ -32,7 +49,7 @@ def is_ready(http_url: str) -> bool:
 
 
 def probe(http_url: str, *, timeout_s: float) -> None:
-    """One request through all models, answered by the thread that decodes, between two steps and without a slot.
+    """One request through all models, answered by the thread that decodes, between two steps and without a row.
 
     Raises OSError when it is not answered.
     """

@@ -13,6 +13,7 @@ from dspark_trt.machine.address import family_of
 from dspark_trt.serving.limits import AdmissionLimits
 
 LogFormat = Literal["text", "json"]
+StepTableChoice = Literal["remeasure", "keep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +49,8 @@ class ServeOptions:
     restarts: RestartPolicy = field(default_factory=RestartPolicy)
     logs_routine: bool = False  # Triton's informational messages, and ours
     log_format: LogFormat = "text"
+    step_table: StepTableChoice = "remeasure"  # what `serve` does about a table of other circumstances
+    step_table_budget_s: float = 60.0  # that measuring it again may take, before the server is started
 
 
 def with_ports(options: ServeOptions) -> ServeOptions:

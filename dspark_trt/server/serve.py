@@ -21,6 +21,7 @@ from dspark_trt.server.openai.settings import FrontEndOptions
 from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.signals import stop_signals
 from dspark_trt.server.supervisor import TritonServer
+from dspark_trt.steptable.table import StepTable
 
 __all__ = ["ServeOptions", "TritonServer", "serve"]
 
@@ -35,11 +36,13 @@ def serve(
     on_ready: Callable[[TritonServer], None] = lambda server: None,
     on_event: Callable[[str], None] = lambda message: None,
     front_end: FrontEndOptions | None = None,
+    step_table: StepTable | None = None,
 ) -> None:
     """Serve until SIGINT, SIGTERM or SIGHUP, then drain and stop; a second one stops at once.
 
     `on_ready` is called once a real request has been answered, `on_event` with what a person has to know meanwhile: a
-    server that failed and is started again, a stop. `front_end`: where OpenAI's API is answered. Raises RecipeError for
+    server that failed and is started again, a stop. `front_end`: where OpenAI's API is answered.
+    `step_table`: to price steps by, in place of the build's own (see `step_table_for`). Raises RecipeError for
     an unknown scheduler, a port in use or an address that must not be served, ManifestError when `build_dir` is no
     finished build, EnvironmentMissingError when its engines are for another machine or there is no server to start,
     EngineBuildError when it does not come up, or fails again and again.
@@ -53,7 +56,10 @@ def serve(
     is_impatient = threading.Event()
     _begin_the_end_at_a_signal(is_impatient)
     try:
-        with TritonServer(build_dir, options) as server, _front_end_of(server, build_dir, front_end) as running:
+        with (
+            TritonServer(build_dir, options, step_table) as server,
+            _front_end_of(server, build_dir, front_end) as running,
+        ):
             try:
                 if running is not None:
                     on_event(f"OpenAI API: {running.url}/v1 (model {running.model_name}), live page: {running.url}/")

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.building.finished import read_finished
-from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, target_spec_from_json
+from dspark_trt.checkpoints.spec import NgramSpec
+from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
 from dspark_trt.contract.dims import CacheDims, FloatType, drafter_dims, target_dims
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.settings import read_engine_settings
@@ -37,16 +38,16 @@ def footprint(build_dir: Path) -> Footprint:
     settings: dict[str, Any] = stages["graphs"].settings
     limits = EngineLimits(**settings["limits"])
     element_type = _ELEMENT_TYPES.get(settings["precision"], "float32")
-    checkpoints = build_dir / "checkpoints"
-    target = target_spec_from_json(json.loads((checkpoints / "target.json").read_text()))
-    drafter = drafter_spec_from_json(json.loads((checkpoints / "drafter.json").read_text()))
+    target = target_spec_from_json(json.loads((build_dir / "checkpoints" / "target.json").read_text()))
+    drafter = read_draft_source(build_dir)
     on_device = bool(settings["is_on_device"])
-    caches = (
+    caches = [
         target_dims(
             target, num_taps=drafter.num_taps, limits=limits, attention="standard" if on_device else "gqa"
-        ).cache,
-        drafter_dims(drafter, limits=limits, attention="standard" if on_device else "drafter").cache,
-    )
+        ).cache
+    ]
+    if not isinstance(drafter, NgramSpec):
+        caches.append(drafter_dims(drafter, limits=limits, attention="standard" if on_device else "drafter").cache)
     weights = [path for path in (build_dir / "graphs").iterdir() if path.suffix != ".json"]
     return Footprint(
         limits, sum(_bytes(cache, element_type) for cache in caches), sum(path.stat().st_size for path in weights)
@@ -63,9 +64,9 @@ def check_memory(build_dir: Path) -> None:
     found, here = footprint(build_dir), memory_bytes()
     if found.kv_bytes + found.weight_bytes > here:
         raise CapacityError(
-            f"{build_dir}: {found.limits.max_slots} slots of {found.limits.max_seq_len} tokens take "
+            f"{build_dir}: {found.limits.max_requests} rows of {found.limits.max_seq_len} tokens take "
             f"{_gigabytes(found.kv_bytes)} of KV memory beside {_gigabytes(found.weight_bytes)} of weights, and this "
-            f"machine has {_gigabytes(here)}; build with a smaller --max-slots or --max-seq-len"
+            f"machine has {_gigabytes(here)}; build with a smaller --max-requests or --max-seq-len"
         )
 
 
@@ -85,12 +86,12 @@ def _rows(build_dir: Path, options: ServeOptions) -> Iterator[tuple[str, str]]:
     yield "scheduler", options.scheduler or scheduler_of(build_dir)
     yield (
         "memory",
-        f"{limits.max_slots} slots of {limits.max_seq_len} tokens: {_gigabytes(found.kv_bytes)} of KV memory at most, "
-        f"{_gigabytes(found.weight_bytes)} of weights",
+        f"{limits.max_requests} rows of {limits.max_seq_len} tokens: {_gigabytes(found.kv_bytes)} of KV memory at "
+        f"most, {_gigabytes(found.weight_bytes)} of weights",
     )
     yield (
         "admission",
-        f"{admission.queue_size(limits.max_slots)} requests may wait, each {admission.max_queue_s:g} s; "
+        f"{admission.queue_size(limits.max_requests)} requests may wait, each {admission.max_queue_s:g} s; "
         f"a request has {admission.default_timeout_s:g} s",
     )
 

@@ -39,6 +39,7 @@ from dspark_trt.server.server_log import ServerLog
 from dspark_trt.server.server_tree import find_server
 from dspark_trt.server.signals import signals_ignored
 from dspark_trt.serving.control import send_command
+from dspark_trt.steptable.table import StepTable
 
 __all__ = ["TritonServer", "generate"]
 
@@ -58,8 +59,9 @@ class TritonServer:
     the block ends every process of the server and removes its shared memory. The build itself is never written to.
     """
 
-    def __init__(self, build_dir: Path, options: ServeOptions) -> None:
-        self._build_dir = build_dir
+    def __init__(self, build_dir: Path, options: ServeOptions, step_table: StepTable | None = None) -> None:
+        """`step_table`: to price steps by, in place of the build's own."""
+        self._build_dir, self._step_table = build_dir, step_table
         self._options = with_ports(options)
         self._process: subprocess.Popen[bytes] | None = None
         self._stubs: list[int] = []
@@ -98,7 +100,7 @@ class TritonServer:
         """
         try:
             end_leftovers()
-            self._folder = RunFolder(self._build_dir, self._options, self._shared_memory_prefix)
+            self._folder = RunFolder(self._build_dir, self._options, self._shared_memory_prefix, self._step_table)
             self.start()
         except BaseException:
             self.stop()

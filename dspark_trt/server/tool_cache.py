@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.files import default_cache_folder
+
+__all__ = ["Wheel", "assemble", "default_cache_folder", "download_wheel", "missing_libraries", "prepend", "tree_digest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +33,6 @@ class Wheel:
 
     def __str__(self) -> str:
         return f"{self.package}=={self.version}"
-
-
-def default_cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/dspark-trt`, or `~/.cache/dspark-trt`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dspark-trt"
 
 
 def assemble(folder: Path, fill: Callable[[Path, Path], None], digest: str | None) -> None:

@@ -48,7 +48,7 @@ _RUNTIME_NAMES = {
     "prompt_ids": "text_input",
     "stop_token_ids": "end_id",
     "stop_strings": "stop_words",
-    "num_log_probs": "return_log_probs",
+    "num_log_probs": "num_top_log_probs",
 }
 _END_ID_OFF = -1  # nothing ends the text
 
@@ -228,8 +228,16 @@ def _sampling_fields(fields: Fields, decode: Decode) -> dict[str, Any]:
         "stop_token_ids": ((end_id,) if end_id is not None and end_id >= 0 else ()) + stop_token_ids,
         "ignore_eos": end_id is not None,
         "skip_special_tokens": fields.flag("skip_special_tokens"),
-        "num_log_probs": 0 if fields.flag("return_log_probs") else None,
+        "num_log_probs": _num_log_probs(fields),
     }
+
+
+def _num_log_probs(fields: Fields) -> int | None:
+    """Alternatives to each token; None: no log probabilities at all."""
+    num_alternatives = fields.integer("num_top_log_probs")
+    if num_alternatives is None:
+        return 0 if fields.flag("return_log_probs") else None
+    return num_alternatives
 
 
 def _min_tokens(fields: Fields) -> int | None:

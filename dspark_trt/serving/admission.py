@@ -1,8 +1,8 @@
-"""Who gets the next slot, who is refused, who has waited too long.
+"""Who gets the next row, who is refused, who has waited too long.
 
 The policy: the most urgent request first (the lowest `priority`), among equals the one that came first. A full queue
 refuses the newcomer at once, unless a less urgent one waits, which is refused in its place. Whoever waits longer than
-the queue time is refused. Every refusal says when to come again, from how fast slots became free lately.
+the queue time is refused. Every refusal says when to come again, from how fast rows became free lately.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dspark_trt.serving.failures import Failure
 from dspark_trt.serving.limits import AdmissionLimits, retry_hint
 from dspark_trt.serving.ticket import Ticket
 
-_NUM_RATED = 64  # slots handed out, from which the rate is estimated
+_NUM_RATED = 64  # rows handed out, from which the rate is estimated
 
 
 class AdmissionQueue:
-    """The requests that wait for a slot. Belongs to one thread."""
+    """The requests that wait for a row. Belongs to one thread."""
 
-    def __init__(self, limits: AdmissionLimits, *, max_slots: int, now: Callable[[], float]) -> None:
+    def __init__(self, limits: AdmissionLimits, *, max_requests: int, now: Callable[[], float]) -> None:
         """`now`: seconds of a clock that never goes back."""
         self._limits = limits
-        self._max_queued = limits.queue_size(max_slots)
+        self._max_queued = limits.queue_size(max_requests)
         self._now = now
         self._numbers = count()
         self._waiting: list[tuple[int, int, Ticket]] = []  # by (priority, order of arrival)
@@ -45,12 +45,12 @@ class AdmissionQueue:
         _, _, refused = self._waiting.pop()
         refused.end_with(
             Failure.UNAVAILABLE,
-            f"the server is busy: {self._max_queued} requests wait for a slot already; {self._hint()}",
+            f"the server is busy: {self._max_queued} requests wait for a row already; {self._hint()}",
         )
         return refused
 
     def pop(self) -> Ticket:
-        """The request whose turn it is, for a slot that is free."""
+        """The request whose turn it is, for a row that is free."""
         self._handed_out.append(self._now())
         return self._waiting.pop(0)[2]
 
@@ -70,7 +70,7 @@ class AdmissionQueue:
                 ticket.end_with(*ticket.timed_out())
                 expired.append(ticket)
             elif now - ticket.arrived_at >= self._limits.max_queue_s:
-                waited = f"the server is busy: no slot became free within {self._limits.max_queue_s:g} s"
+                waited = f"the server is busy: no row became free within {self._limits.max_queue_s:g} s"
                 ticket.end_with(Failure.UNAVAILABLE, f"{waited}; {self._hint()}")
                 expired.append(ticket)
         for ticket in expired:
@@ -81,5 +81,5 @@ class AdmissionQueue:
         """When a request that comes now would have its turn, at the present rate."""
         if len(self._handed_out) < 2:
             return retry_hint(5)
-        seconds_a_slot = (self._now() - self._handed_out[0]) / (len(self._handed_out) - 1)
-        return retry_hint(min(seconds_a_slot * (len(self._waiting) + 1), 600.0))
+        seconds_a_row = (self._now() - self._handed_out[0]) / (len(self._handed_out) - 1)
+        return retry_hint(min(seconds_a_row * (len(self._waiting) + 1), 600.0))

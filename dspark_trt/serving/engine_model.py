@@ -47,26 +47,31 @@ class EngineModel:
         metric_family: Any,
         model_name: str,
         control_socket: Path | None = None,
+        step_table: Path | None = None,
     ) -> None:
         """Raises ManifestError, EnvironmentMissingError and EngineBuildError as `load_deployment` does; RecipeError."""
         config = parse_scheduler(scheduler)
-        self._deployment = load_deployment(build_dir)
+        self._deployment = load_deployment(build_dir, step_table=step_table)
         self._limits = limits
         engine_limits = self._deployment.target.limits
         self._worker = Worker(
             lambda: self._deployment.make_loop(config),
-            max_slots=engine_limits.max_slots,
+            max_requests=engine_limits.max_requests,
             limits=limits,
             observer=ServingMetrics(
                 metric_family,
                 model_name,
-                max_slots=engine_limits.max_slots,
+                max_requests=engine_limits.max_requests,
                 max_seq_len=engine_limits.max_seq_len,
-                gamma=self._deployment.drafter.gamma if self._deployment.drafter else 0,
-                table_made_at=datetime.fromisoformat(read_manifest(build_dir / "steptable").created),
+                gamma=self._deployment.gamma,
+                table_made_at=self._table_made_at(build_dir),
             ),
         )
         self._control = control_socket and ControlServer(control_socket, self._obey)
+
+    def _table_made_at(self, build_dir: Path) -> datetime:
+        told = self._deployment.step_table.provenance.get("measured_at")  # tables of older builds do not tell
+        return datetime.fromisoformat(told or read_manifest(build_dir / "steptable").created)
 
     def accept(
         self, tensors: Tensors, parameters: Iterable[str], wanted: Iterable[str], client_id: str, reply: EngineReply

@@ -30,10 +30,10 @@ MIN_PRIORITY, MAX_PRIORITY = -100, 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionLimits:
-    """What a server does with more work than it has slots for, and with work that does not end. None: no limit."""
+    """What a server does with more work than it has rows for, and with work that does not end. None: no limit."""
 
-    max_queued_requests: int | None = None  # that wait for a slot; None: 16 for every slot
-    max_queue_s: float = 300.0  # that a request waits for a slot
+    max_queued_requests: int | None = None  # that wait for a row; None: 16 for every row
+    max_queue_s: float = 300.0  # that a request waits for a row
     default_timeout_s: float = 3600.0  # from arrival to the last token, where the request has no `timeout_ms`
     max_tokens: int | None = None  # a larger `max_tokens` of a request is cut to it
 
@@ -42,8 +42,8 @@ class AdmissionLimits:
             if value is not None and value <= 0:
                 raise RecipeError(f"{name}: expected more than 0, found {value}")
 
-    def queue_size(self, max_slots: int) -> int:
-        return 16 * max_slots if self.max_queued_requests is None else self.max_queued_requests
+    def queue_size(self, max_requests: int) -> int:
+        return 16 * max_requests if self.max_queued_requests is None else self.max_queued_requests
 
 
 def max_prompt_bytes(max_seq_len: int) -> int:

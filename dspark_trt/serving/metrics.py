@@ -33,6 +33,7 @@ OUTCOMES = ("stop", "length", *_OUTCOMES.values())
 _LATENCY_S = [0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
 _STEP_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0]
 _TOKENS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0]
+_ERRORS = [0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0]
 _LENGTHS = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0]
 
 # (family, help, labels, value of the totals): counters of the loop
@@ -71,8 +72,9 @@ _COUNTERS: tuple[tuple[str, str, dict[str, str], Callable[[LoopTotals], float]],
 _HISTOGRAMS = {
     "dspark_step_seconds": ("Time of a step of the decoding loop", _STEP_S),
     "dspark_batch_tokens": ("Packed tokens of a step: prompts, anchors and drafts", _TOKENS),
+    "dspark_step_price_error_ratio": ("|Predicted / measured - 1| of the steps that were priced", _ERRORS),
     "dspark_verify_len": ("Mean number of drafts verified for a request in a step", _LENGTHS),
-    "dspark_queue_seconds": ("Time from arrival to a slot", _LATENCY_S),
+    "dspark_queue_seconds": ("Time from arrival to a row", _LATENCY_S),
     "dspark_time_to_first_token_seconds": ("Time from arrival to the first token", _LATENCY_S),
     "dspark_time_per_output_token_seconds": ("Mean time between two tokens of a request", _LATENCY_S),
     "dspark_longest_gap_seconds": ("Longest time between two responses of a request", _LATENCY_S),
@@ -82,9 +84,9 @@ _HISTOGRAMS = {
     "dspark_accepted_len": ("Mean tokens that a verification step gave to a request", _LENGTHS),
 }
 _GAUGES = {
-    "dspark_requests_running": "Requests that have a slot",
-    "dspark_requests_waiting": "Requests that wait for a slot",
-    "dspark_slots": "Requests that can be decoded at once",
+    "dspark_requests_running": "Requests that have a row",
+    "dspark_requests_waiting": "Requests that wait for a row",
+    "dspark_max_requests": "Requests that can be decoded at once",
     "dspark_kv_used_ratio": "Share of the KV positions that hold tokens",
     "dspark_step_table_age_seconds": "Age of the measurement that the scheduler prices steps with",
 }
@@ -98,7 +100,7 @@ class ServingMetrics:
         metric_family: Any,
         model_name: str,
         *,
-        max_slots: int,
+        max_requests: int,
         max_seq_len: int,
         gamma: int,
         table_made_at: datetime | None = None,
@@ -151,8 +153,8 @@ class ServingMetrics:
             for name, (text, buckets) in _HISTOGRAMS.items()
         }
         self._gauges = {name: metric(name, text, metric_family.GAUGE, {}) for name, text in _GAUGES.items()}
-        self._gauges["dspark_slots"].set(max_slots)
-        self._num_positions = max_slots * max_seq_len
+        self._gauges["dspark_max_requests"].set(max_requests)
+        self._num_positions = max_requests * max_seq_len
         self._table_made_at = table_made_at
         self._loop: DecodingLoop | None = None
         self._known = [0.0] * len(self._counters)  # values of the loop's totals that were added
@@ -190,7 +192,8 @@ class ServingMetrics:
 
     def ended(self, ticket: Ticket, emission: Emission | None, now: float) -> None:
         """A request has no further answer. What it took is observed where it ran to its end."""
-        self._live.pop(ticket.request_id, None)
+        if self._live.pop(ticket.request_id, None) is not None:  # the last step may have been the last one for long
+            self._gauges["dspark_kv_used_ratio"].set(self._kv_used())
         outcome = _OUTCOMES[ticket.ending[0]] if ticket.ending else (emission and emission.finish_reason) or "error"
         self._outcomes[outcome].increment(1)
         if emission is None or emission.statistics is None:
@@ -227,6 +230,7 @@ class ServingMetrics:
         if record.expected_ms:
             self._later(self._priced["predicted"], record.expected_ms / 1e3)
             self._later(self._priced["measured"], record.total_ms / 1e3)
+            self._histograms["dspark_step_price_error_ratio"].observe(abs(record.expected_ms / record.total_ms - 1))
 
     def _later(self, metric: Any, value: float) -> None:
         if value > 0:

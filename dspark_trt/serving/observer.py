@@ -17,9 +17,9 @@ class Observer(Protocol):
         ...
 
     def admitted(self, ticket: Ticket, now: float) -> None:
-        """A request has a slot. `now`: seconds of the monotonic clock."""
+        """A request has a row. `now`: seconds of the monotonic clock."""
         ...
 
     def ended(self, ticket: Ticket, emission: Emission | None, now: float) -> None:
-        """`emission` is the last one of a request that had a slot."""
+        """`emission` is the last one of a request that had a row."""
         ...

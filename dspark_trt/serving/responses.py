@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.packaging.signature import ENGINE_OUTPUTS, PACKED, PACKED_OUTPUTS
 from dspark_trt.runtime.emission import Emission
+from dspark_trt.runtime.sampling import TopLogProbs
 from dspark_trt.serving.adapter import Decode, EngineRequest
 from dspark_trt.serving.postprocess import pack
 
@@ -46,6 +47,7 @@ class ResponseWriter:
             text=(self._decode(generation.prompt_ids) if echoed_ids else "") + emission.text,
             handle=self._request.handle,
             log_probs=log_probs,
+            top_log_probs=emission.top_log_probs or (),
             finish_reason=emission.finish_reason or "",
             numbers={
                 "cum_log_probs": self._cum_log_prob,
@@ -70,6 +72,7 @@ class _Response:
     text: str
     handle: int
     log_probs: tuple[float, ...]
+    top_log_probs: tuple[TopLogProbs, ...]
     finish_reason: str
     numbers: Mapping[str, float]
 
@@ -84,12 +87,24 @@ def _string(text: str) -> NDArray[np.object_]:
     return np.array([[text.encode()]], dtype=np.object_)
 
 
+def _alternatives(part: int, dtype: Any) -> Callable[[_Response], NDArray[Any]]:
+    """[1, tokens, alternatives], the most probable first; part 0: their ids, part 1: their log probabilities."""
+
+    def make(response: _Response) -> NDArray[Any]:
+        values = [[pair[part] for pair in of_token] for of_token in response.top_log_probs]
+        return np.array([values], dtype=dtype).reshape(1, len(values), -1 if values and values[0] else 0)
+
+    return make
+
+
 _MAKERS: dict[str, Callable[[_Response], NDArray[Any]]] = {
     "output_ids": lambda response: np.array([[response.token_ids]], dtype=np.int32),
     "sequence_length": lambda response: np.array([[len(response.token_ids)]], dtype=np.int32),
     "text": lambda response: _string(response.text),
     "handle": lambda response: np.array([[response.handle]], dtype=np.int64),
     "output_log_probs": lambda response: np.array([[response.log_probs]], dtype=np.float32),
+    "top_token_ids": _alternatives(0, np.int32),
+    "top_log_probs": _alternatives(1, np.float32),
     "finish_reason": lambda response: _string(response.finish_reason),
     PACKED.name: lambda response: pack(response.numbers),
     **{name: _number(name) for name in PACKED_OUTPUTS},
@@ -106,6 +121,7 @@ def _joined(emissions: Sequence[Emission]) -> Emission:
         token_ids=tuple(token_id for emission in emissions for token_id in emission.token_ids),
         text="".join(emission.text for emission in emissions),
         log_probs=log_probs if has_log_probs else None,
+        top_log_probs=tuple(value for emission in emissions for value in emission.top_log_probs or ()),
         finish_reason=last.finish_reason,
         statistics=last.statistics,
     )

@@ -4,7 +4,7 @@
                                     ^---- stop: the client is gone ----  watcher thread
 
 The loop thread never waits for a client, and tensors are made while the engines already work on the next step. A
-request waits in the admission queue until there is a slot for it, so that whoever left, or waited too long, is never
+request waits in the admission queue until there is a row for it, so that whoever left, or waited too long, is never
 prefilled.
 
 A failure that the loop itself does not handle ends the requests of that loop; a new loop over the same engines goes on.
@@ -58,7 +58,7 @@ class Worker:
         self,
         make_loop: Callable[[], DecodingLoop],
         *,
-        max_slots: int,
+        max_requests: int,
         limits: AdmissionLimits,
         observer: Observer,
         end_process: Callable[[int], object] = os._exit,
@@ -66,13 +66,13 @@ class Worker:
         """`end_process` is called with an exit code after a failure that no loop survives. Raises as `make_loop`."""
         self._make_loop = make_loop
         self._loop = make_loop()  # from here on the loop thread's own, like the tickets
-        self._max_slots = max_slots
+        self._max_requests = max_requests
         self._observer = observer
         self._end_process = end_process
         self._inbox: SimpleQueue[Ticket | StopCommand | _Close] = SimpleQueue()
         self._sender = Sender()
         self._running: dict[str, Ticket] = {}  # by request id, those that the loop has
-        self._waiting = AdmissionQueue(limits, max_slots=max_slots, now=time.monotonic)
+        self._waiting = AdmissionQueue(limits, max_requests=max_requests, now=time.monotonic)
         self._drain_at = _NEVER
         self._next_expiry_check = 0.0
         self._last_words = Event()
@@ -149,7 +149,7 @@ class Worker:
     def _take_commands(self) -> bool:
         """Obey every command that has come; wait for one while there is no work. False: close."""
         while not self._loop.has_work or not self._inbox.empty():
-            command = self._inbox.get()  # whatever waits for a slot waits for a loop that has work
+            command = self._inbox.get()  # whatever waits for a row waits for a loop that has work
             if isinstance(command, _Close):
                 return False
             if isinstance(command, StopCommand):
@@ -159,7 +159,7 @@ class Worker:
         return True
 
     def _accept(self, ticket: Ticket) -> None:
-        """Let a request wait for a slot, or answer a probe: that this thread reads its inbox is what it asks."""
+        """Let a request wait for a row, or answer a probe: that this thread reads its inbox is what it asks."""
         if ticket.request.is_probe:
             self._respond(ticket, Emission(request_id=ticket.request_id, finish_reason="stop"))
             return
@@ -169,7 +169,7 @@ class Worker:
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and len(self._running) < self._max_slots:
+        while self._waiting and len(self._running) < self._max_requests:
             self._submit(self._waiting.pop())
 
     def _submit(self, ticket: Ticket) -> None:

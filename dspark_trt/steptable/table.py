@@ -66,7 +66,8 @@ class StepTable:
             raise ValueError(f"expected step table schema {SCHEMA_VERSION}, found {self.schema_version}")
         for name in ("num_requests", "context_tokens", "extra_tokens", "num_slots", "ingest_tokens"):
             axis = getattr(self, name)
-            if not axis or list(axis) != sorted(set(axis)) or axis[0] < 0:
+            is_known = bool(axis) or name in ("num_slots", "ingest_tokens")  # nothing of a drafter, where there is none
+            if not is_known or list(axis) != sorted(set(axis)) or min(axis, default=0) < 0:
                 raise ValueError(f"{name}: expected ascending numbers, found {list(axis)}")
         depths, requests = len(self.context_tokens), len(self.num_requests)
         for name, shape in (
@@ -130,14 +131,15 @@ class StepTable:
         return np.asarray(curve[np.minimum(tokens, len(curve) - 1)] + np.maximum(tokens - (len(curve) - 1), 0) * slope)
 
     def draft_cost(self, num_requests: int, num_slots: int, context_tokens: float) -> float:
-        """Milliseconds of a block of num_slots for so many requests, nothing ingested; 0 without requests."""
-        if not num_requests:
+        """Milliseconds of a block of num_slots for so many requests, nothing ingested; 0 without requests or
+        a drafter."""
+        if not num_requests or not self.num_slots:
             return 0.0
         return self._draft(num_requests, num_slots, round(context_tokens / CONTEXT_STEP))
 
     def ingest_cost(self, num_tokens: int) -> float:
         """Milliseconds of bringing the drafter's context forward by so many tokens."""
-        if not num_tokens:
+        if not num_tokens or not self.ingest_tokens:
             return 0.0
         grid, values = self.ingest_tokens, isotonic(self.ingest_ms)
         if num_tokens > grid[-1]:
@@ -192,8 +194,11 @@ class StepTable:
         result: Floats = values[at - 1] + share * (values[at] - values[at - 1])
         return result
 
+    def as_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+        path.write_text(self.as_json())
 
     @classmethod
     def load(cls, path: Path) -> StepTable:

@@ -25,7 +25,7 @@ OUTPUT_NAMES = (
     "token_requests",
     "token_ids",
     "positions",
-    "output_slots",
+    "padded_indices",
     "decode.tokens",
     "decode.past_lengths",
     "decode.query_lengths",

@@ -102,7 +102,7 @@ class _Writer:
         body.op("Gather", body.op("Reshape", blocks, body.axes(-1)), at, output="token_ids")
         body.op("Add", body.op("Gather", "past_lengths", request), slot, output="positions")
         first_slot = body.op("Mul", body.op("Gather", "block_rows", request), body.scalar(width))
-        body.op("Add", first_slot, slot, output="output_slots")
+        body.op("Add", first_slot, slot, output="padded_indices")
 
     def pack_rows(self) -> None:
         """The target's row group. Padding points at the row's last token, in a row without request at token 0."""

@@ -113,7 +113,7 @@ def pack_tokens(
     token_requests,  # [T] int64
     token_ids,  # [T] int64
     positions,  # [T] int64
-    output_slots,  # [T] int64
+    padded_indices,  # [T] int64
     num_requests,
     num_packed,
     GAMMA: tl.constexpr,
@@ -139,7 +139,7 @@ def pack_tokens(
     tl.store(token_requests + items, request.to(tl.int64), mask=is_item)
     tl.store(token_ids + items, anchor + draft, mask=is_item)
     tl.store(positions + items, position, mask=is_item)
-    tl.store(output_slots + items, row * (GAMMA + 1) + slot, mask=is_item)
+    tl.store(padded_indices + items, row * (GAMMA + 1) + slot, mask=is_item)
 
 
 @triton.jit

@@ -62,7 +62,7 @@ class PrefixSelectOperation:
             "token_requests": ("T",),
             "token_ids": ("T",),
             "positions": ("T",),
-            "output_slots": ("T",),
+            "padded_indices": ("T",),
             "decode.tokens": ("B", self.form.gamma + 1),
             "decode.past_lengths": ("B",),
             "decode.query_lengths": ("B",),

@@ -47,7 +47,7 @@ def pack_tokens(verify_len: IntArray, inputs: Mapping[str, NDArray[Any]]) -> dic
         "token_requests": requests,
         "token_ids": blocks[requests, slots],
         "positions": inputs["past_lengths"][requests] + slots,
-        "output_slots": inputs["block_rows"][requests] * (gamma + 1) + slots,
+        "padded_indices": inputs["block_rows"][requests] * (gamma + 1) + slots,
     }
 
 

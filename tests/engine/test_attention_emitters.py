@@ -20,8 +20,8 @@ from tests.support.conversations import Conversations, open_pair, open_target, r
 from tests.support.factories import write_drafter, write_target
 from tests.support.graph_files import all_nodes
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=448, max_batch_tokens=64)
-LONG_LIMITS = EngineLimits(max_slots=4, max_seq_len=8128, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=448, max_batch_tokens=64)
+LONG_LIMITS = EngineLimits(max_requests=4, max_seq_len=8128, max_batch_tokens=64)
 TAPS = (0, 2)
 
 
@@ -36,7 +36,7 @@ def test_gqa_and_standard_agree(checkpoints: tuple[TargetCheckpoint, DrafterChec
     target = checkpoints[0]
     gqa = open_target(target, tmp_path / "gqa", taps=TAPS, limits=LIMITS)
     standard = open_target(target, tmp_path / "standard", taps=TAPS, limits=LIMITS, attention="standard")
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     for _ in range(5):
         step = rows.random_step(max_query=12)
         output, expected = gqa.forward(step.batch), standard.forward(step.batch)
@@ -58,7 +58,7 @@ def test_capacity_changes_no_number(checkpoints: tuple[TargetCheckpoint, Drafter
     """Rows of 512 and of 8192 positions: what is not live is not looked at."""
     short_target, short_drafter = open_pair(*checkpoints, tmp_path / "short", limits=LIMITS)
     long_target, long_drafter = open_pair(*checkpoints, tmp_path / "long", limits=LONG_LIMITS)
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     contexts = Contexts(short_drafter, long_drafter, tap_width=len(TAPS) * 32)
     for _ in range(4):
         step = rows.random_step(max_query=12)

@@ -19,7 +19,7 @@ from tests.support.conversations import read_pair
 
 pytestmark = pytest.mark.demo
 
-LIMITS = EngineLimits(max_slots=2, max_seq_len=256, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=2, max_seq_len=256, max_batch_tokens=64)
 PROMPT = [504, 6376, 314, 6050, 975, 282, 253, 1112, 1217, 29161, 3093, 22178, 28, 281, 527]
 NUM_NEW_TOKENS = 16
 
@@ -41,6 +41,7 @@ def engines(
         target,
         folder,
         taps=drafter.spec.target_layer_ids,
+        norm_last_tap=drafter.spec.is_last_tap_normed,
         limits=LIMITS,
         gamma=drafter.spec.gamma,
         precision="fp32",

@@ -37,7 +37,7 @@ from dspark_trt.reference.on_device import open_device_reference_engines
 from dspark_trt.runtime.request import GenerationRequest
 from tests.support.factories import write_drafter, write_target
 
-LIMITS = {"max_slots": 2, "max_seq_len": 64, "max_batch_tokens": 32}
+LIMITS = {"max_requests": 2, "max_seq_len": 64, "max_batch_tokens": 32}
 L40S = Gpu("NVIDIA L40S", 89, 48_000_000_000, "CUDA 13.0")
 RTX_6000 = Gpu("NVIDIA RTX 6000 Ada Generation", 89, 48_000_000_000, "CUDA 13.0")
 

@@ -18,7 +18,7 @@ from tests.support.conversations import SETTINGS, read_pair
 from tests.support.factories import write_drafter, write_target
 from tests.support.onnxruntime_device_session import DevicePair, open_device_pair, spoil
 
-LIMITS = EngineLimits(max_slots=5, max_seq_len=96, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=5, max_seq_len=96, max_batch_tokens=64)
 TAPS = (-1, 1, 3)
 TAP_WIDTH = len(TAPS) * 32
 TOLERANCE = 1e-4
@@ -47,7 +47,7 @@ class Contexts:
         self.pair = pair
         self.engine = pair.engines.drafter
         self.reference = reference
-        self.lengths = np.zeros(LIMITS.max_slots, np.int64)
+        self.lengths = np.zeros(LIMITS.max_requests, np.int64)
         self.random = np.random.default_rng(seed)
 
     def ingest(self, rows: list[int], query: list[int]) -> None:
@@ -80,7 +80,7 @@ class Contexts:
         self.lengths[destination], self.lengths[source] = self.lengths[source], 0
 
     def spoil(self) -> None:
-        spoil(self.pair, np.zeros(LIMITS.max_slots, np.int64), self.lengths)
+        spoil(self.pair, np.zeros(LIMITS.max_requests, np.int64), self.lengths)
 
 
 def assert_same_drafts(output: DraftOutput, expected: DraftOutput) -> None:
@@ -97,7 +97,7 @@ def assert_same_drafts(output: DraftOutput, expected: DraftOutput) -> None:
 def test_drafts_equal_the_oracle_over_steps_with_rejections_moves_and_reuse(case: str, tmp_path: Path) -> None:
     contexts = Contexts(*open_engines(tmp_path, **CASES[case]), seed=sum(case.encode()))
     for index in range(10):
-        rows = contexts.random.permutation(LIMITS.max_slots)[: contexts.random.integers(1, LIMITS.max_slots + 1)]
+        rows = contexts.random.permutation(LIMITS.max_requests)[: contexts.random.integers(1, LIMITS.max_requests + 1)]
         rows = [row for row in rows.tolist() if contexts.lengths[row] < LIMITS.max_seq_len - 12] or [0]
         if contexts.lengths[rows[0]] >= LIMITS.max_seq_len - 12 or index % 4 == 3:
             contexts.lengths[rows[0]] = 0  # another request takes the row
@@ -165,7 +165,7 @@ def test_calls_beyond_the_limits_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CapacityError, match="65 packed tokens exceeds max_batch_tokens 64"):
         engine.ingest(IngestBatch(np.zeros((65, TAP_WIDTH), np.float32), none, none, none + 65))
     uniforms = np.zeros((1, engine.gamma), np.float32)
-    with pytest.raises(CapacityError, match="max_slots 5"):
+    with pytest.raises(CapacityError, match="max_requests 5"):
         engine.draft(DraftBatch(none + 5, none, none, np.zeros(1, np.float32), uniforms))
 
 

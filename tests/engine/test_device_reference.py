@@ -53,7 +53,7 @@ def test_ragged_steps_give_what_the_oracle_gives(head: str, tmp_path: Path) -> N
     pair = make_pair(tmp_path, drafter=HEADS[head])
     engines = open_on_cpu(pair)
     target, drafter = open_reference_engines(pair.target, pair.drafter, limits=LIMITS)
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=VOCABULARY, seed=3)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=VOCABULARY, seed=3)
     random = np.random.default_rng(4)
     for _ in range(6):
         step = rows.random_step(max_query=6)

@@ -20,7 +20,7 @@ def test_a_fused_step_equals_draft_selection_and_verification(case: dict[str, An
     steps = FusedSteps(tmp_path, seed=len(str(case)), **case)
     gamma, random = steps.gamma, steps.random
     for index in range(16):
-        order = random.permutation(LIMITS.max_slots).tolist()
+        order = random.permutation(LIMITS.max_requests).tolist()
         count = int(random.integers(1, 5))
         rows, free = order[:count], order[count:]
         steps.begin(rows)

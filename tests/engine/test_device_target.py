@@ -30,7 +30,7 @@ from tests.support.onnxruntime_device_session import (
     valid_positions,
 )
 
-LIMITS = EngineLimits(max_slots=6, max_seq_len=96, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=6, max_seq_len=96, max_batch_tokens=64)
 TAPS = (-1, 1, 3)
 TOLERANCE = 1e-4
 CASES: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ class Rows:
         self.pair = pair
         self.engine = pair.engines.target
         self.reference = reference
-        self.conversations = Conversations(num_rows=LIMITS.max_slots, vocab_size=97, seed=seed)
+        self.conversations = Conversations(num_rows=LIMITS.max_requests, vocab_size=97, seed=seed)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -85,7 +85,7 @@ class Rows:
 
     def random_step(self) -> None:
         random, tokens = self.conversations.random, self.conversations.tokens
-        rows = random.permutation(LIMITS.max_slots)[: random.integers(1, LIMITS.max_slots + 1)].tolist()
+        rows = random.permutation(LIMITS.max_requests)[: random.integers(1, LIMITS.max_requests + 1)].tolist()
         rows = [row for row in rows if len(tokens[row]) < LIMITS.max_seq_len - 14] or rows[:1]
         for row in rows:
             if len(tokens[row]) >= LIMITS.max_seq_len - 14 or random.random() < 0.1:
@@ -126,7 +126,7 @@ def test_outputs_equal_the_oracle_over_random_steps_with_rejections_moves_and_re
 def test_outputs_equal_those_of_the_onnxruntime_engine_on_the_same_graph(tmp_path: Path) -> None:
     pair = open_device_pair(*make_pair(tmp_path, family="qwen3"), tmp_path / "graphs", limits=LIMITS)
     other = OnnxRuntimeTargetEngine(tmp_path / "graphs", SETTINGS)
-    conversations = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    conversations = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     for _ in range(6):
         step = conversations.random_step(max_query=pair.engines.target.gamma + 1)
         output, expected = pair.engines.target.forward(step.batch), other.forward(step.batch)
@@ -184,7 +184,7 @@ def test_calls_beyond_the_limits_are_refused(rows: Rows) -> None:
     conversations = Conversations(num_rows=9, vocab_size=97)
     with pytest.raises(CapacityError, match="65 packed tokens exceeds max_batch_tokens 64"):
         rows.engine.forward(conversations.step([0, 1], [60, 5], 0).batch)
-    with pytest.raises(CapacityError, match="max_slots 6"):
+    with pytest.raises(CapacityError, match="max_requests 6"):
         rows.engine.forward(conversations.step([6], [1], 1).batch)
     with pytest.raises(CapacityError, match="an anchor and 5 drafts"):
         rows.engine.forward(conversations.step([0], [7], 1).batch)
@@ -241,7 +241,7 @@ def test_without_tap_layers_taps_are_empty(tmp_path: Path) -> None:
     dims = target_dims_from_metadata(session.metadata, bindings.TARGET_GRAPH)
     session.inputs, session.outputs = bindings.target_inputs(dims), bindings.target_outputs(dims)
     engine = DeviceTargetEngine(session, dims, torch.device("cpu"), gamma=0)
-    conversations = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    conversations = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     for query, num_decode in ((3, 0), (1, 1)):
         step = conversations.step([0], [query], num_decode)
         assert engine.forward(step.batch).taps.shape == (query, 0)

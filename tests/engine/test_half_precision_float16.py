@@ -47,7 +47,7 @@ def test_the_target_is_as_near_to_float32_as_transformers_own_float16(case: str,
         folder, tmp_path / "graphs", taps=taps, limits=targets.LIMITS, precision="fp16", attention="standard"
     )
     model, half_model = TransformersTarget(folder), TransformersTarget(folder, torch.float16)
-    rows = Conversations(num_rows=targets.LIMITS.max_slots, vocab_size=97, seed=sum(case.encode()))
+    rows = Conversations(num_rows=targets.LIMITS.max_requests, vocab_size=97, seed=sum(case.encode()))
     found, bound = np.zeros(2), np.zeros(2)  # of logits and of taps
     for _ in range(6):  # caches are written in place: an error in one step shows in the next
         step = rows.random_step(max_query=9)
@@ -74,7 +74,7 @@ def test_drafts_are_within_float16_of_the_reference_over_steps_with_rejections(c
     contexts = drafters.Contexts(engine, reference, tap_width=len(drafters.TAPS) * 32, seed=sum(case.encode()))
     shares = []
     for _ in range(5):
-        rows = contexts.random.permutation(limits.max_slots)[: contexts.random.integers(1, limits.max_slots + 1)]
+        rows = contexts.random.permutation(limits.max_requests)[: contexts.random.integers(1, limits.max_requests + 1)]
         contexts.ingest(rows.tolist(), contexts.random.integers(1, 9, len(rows)).tolist())
         block = contexts.block(rows.tolist())
         shares.append(assert_drafts_within_float16(block, engine.draft(block), reference.draft(block)))

@@ -76,6 +76,7 @@ def write_graphs(
         target,
         folder,
         taps=drafters.TAPS,
+        norm_last_tap=drafter.spec.is_last_tap_normed,
         limits=limits,
         gamma=drafter.spec.gamma,
         precision=precision,
@@ -164,7 +165,7 @@ def test_the_twin_equals_transformers_on_bfloat16_weights(case: str, tmp_path: P
     twin = write_twin(tmp_path / "bf16", tmp_path / "fp32", tmp_path / "twin")
     engine = onnxruntime_engines.OnnxRuntimeTargetEngine(twin, SETTINGS)
     model = TransformersTarget(folder)
-    rows = Conversations(num_rows=targets.LIMITS.max_slots, vocab_size=97, seed=sum(case.encode()))
+    rows = Conversations(num_rows=targets.LIMITS.max_requests, vocab_size=97, seed=sum(case.encode()))
     for _ in range(4):
         step = rows.random_step(max_query=9)
         output, (logits, tap_values) = engine.forward(step.batch), expected_outputs(model, step, taps)
@@ -183,7 +184,7 @@ def test_the_twin_drafts_what_the_reference_drafts(head: str, precision: Precisi
     _, reference = open_reference_engines(target, drafter, limits=limits)
     contexts = drafters.Contexts(engine, reference, tap_width=len(drafters.TAPS) * 32, seed=sum(head.encode()))
     for _ in range(3):
-        rows = contexts.random.permutation(limits.max_slots)[: contexts.random.integers(1, limits.max_slots + 1)]
+        rows = contexts.random.permutation(limits.max_requests)[: contexts.random.integers(1, limits.max_requests + 1)]
         contexts.ingest(rows.tolist(), contexts.random.integers(1, 9, len(rows)).tolist())
         drafters.assert_same_drafts(*contexts.draft(rows.tolist()))
 
@@ -222,7 +223,7 @@ def test_the_16_bit_graphs_compute_what_their_twins_do_up_to_rounding(
 ) -> None:
     """Prompts, then a step with a prompt chunk beside them, then drafts: every graph, caches written in place."""
     _, dtype, roundoff = PRECISIONS[precision]
-    limits = EngineLimits(max_slots=3, max_seq_len=40, max_batch_tokens=16)
+    limits = EngineLimits(max_requests=3, max_seq_len=40, max_batch_tokens=16)
     checkpoints = pair(tmp_path, "bfloat16", layers=2, **HEADS[head])
     half = write_graphs(checkpoints, tmp_path / "half", precision, limits=limits)
     whole = write_graphs(checkpoints, tmp_path / "whole", "fp32", limits=limits)
@@ -230,7 +231,7 @@ def test_the_16_bit_graphs_compute_what_their_twins_do_up_to_rounding(
     twin_target, twin_drafter = onnxruntime_engines.open_engines(twin, SETTINGS)
     monkeypatch.setattr(onnxruntime_engines, "GraphSession", EvaluatorSession)
     half_target, half_drafter = onnxruntime_engines.open_engines(half, SETTINGS)
-    rows = Conversations(num_rows=limits.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=limits.max_requests, vocab_size=97)
     contexts = drafters.Contexts(half_drafter, twin_drafter, tap_width=len(drafters.TAPS) * 32)
     for members, lengths, num_decode in (([2, 0], [5, 3], 0), ([0, 1, 2], [2, 4, 3], 1)):
         step = rows.step(members, lengths, num_decode)

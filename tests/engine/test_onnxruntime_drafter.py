@@ -16,7 +16,7 @@ from dspark_trt.reference.engines import open_reference_engines
 from tests.support.conversations import open_pair, read_pair
 from tests.support.factories import write_drafter, write_target
 
-LIMITS = EngineLimits(max_slots=5, max_seq_len=96, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=5, max_seq_len=96, max_batch_tokens=64)
 TAPS = (-1, 1, 3)
 TOLERANCE = 1e-4
 CASES: dict[str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ class Contexts:
 
     def __init__(self, *engines: DraftEngine, tap_width: int, seed: int = 0) -> None:
         self.engines = engines
-        self.lengths = np.zeros(engines[0].limits.max_slots, np.int64)
+        self.lengths = np.zeros(engines[0].limits.max_requests, np.int64)
         self.random = np.random.default_rng(seed)
         self._tap_width = tap_width
 
@@ -95,7 +95,7 @@ def test_drafts_equal_the_reference_over_steps_with_rejections(case: str, tmp_pa
     _, reference = open_reference_engines(target, drafter, limits=LIMITS)
     contexts = Contexts(engine, reference, tap_width=len(TAPS) * 32, seed=sum(case.encode()))
     for _ in range(5):
-        rows = contexts.random.permutation(LIMITS.max_slots)[: contexts.random.integers(1, LIMITS.max_slots + 1)]
+        rows = contexts.random.permutation(LIMITS.max_requests)[: contexts.random.integers(1, LIMITS.max_requests + 1)]
         # a drafted block leaves nothing behind: what is ingested next overwrites its place
         contexts.ingest(rows.tolist(), contexts.random.integers(1, 9, len(rows)).tolist())
         assert_same_drafts(*contexts.draft(rows.tolist()))
@@ -149,7 +149,7 @@ def test_taps_of_the_target_engine_lead_to_the_drafts_of_the_reference_pair(tmp_
     references = open_reference_engines(target, drafter, limits=LIMITS)
     from tests.support.conversations import Conversations
 
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     for _ in range(3):
         step = rows.random_step(max_query=6)
         accepted = rows.random_acceptance(step)

@@ -21,7 +21,7 @@ from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from tests.support.conversations import SETTINGS, open_target
 from tests.support.factories import write_target
 
-LIMITS = EngineLimits(max_slots=3, max_seq_len=64, max_batch_tokens=32)
+LIMITS = EngineLimits(max_requests=3, max_seq_len=64, max_batch_tokens=32)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_caches_are_bound_once_per_range_of_rows(graphs: Path, monkeypatch: pyte
 
 
 def test_old_ranges_are_forgotten_and_come_back(tmp_path: Path) -> None:
-    limits = EngineLimits(max_slots=70, max_seq_len=16, max_batch_tokens=16)
+    limits = EngineLimits(max_requests=70, max_seq_len=16, max_batch_tokens=16)
     source = read_target(str(write_target(tmp_path / "target", layers=1)))
     engine = open_target(source, tmp_path / "graphs", limits=limits)
     first = engine.forward(batch([0], [3])).logits.copy()

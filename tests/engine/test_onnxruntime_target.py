@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from dspark_trt.contract.dims import Attention
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.errors import CapacityError
 from tests.support.conversations import Conversations, TransformersTarget, expected_outputs, open_target
 from tests.support.factories import write_target
 
-LIMITS = EngineLimits(max_slots=5, max_seq_len=128, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=5, max_seq_len=128, max_batch_tokens=64)
 TOLERANCE = 1e-4
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
 LLAMA3 = {
@@ -49,7 +52,7 @@ def test_logits_and_taps_equal_transformers_over_ragged_steps_with_rejections(ca
     taps = (-1, 0, 2, 3)  # the embedding output and, raw, the last layer's output among them
     engine = open_target(folder, tmp_path / "graphs", taps=taps, limits=LIMITS)
     model = TransformersTarget(folder)
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97, seed=sum(case.encode()))
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97, seed=sum(case.encode()))
     for _ in range(6):
         step = rows.random_step(max_query=9)
         output = engine.forward(step.batch)
@@ -57,6 +60,27 @@ def test_logits_and_taps_equal_transformers_over_ragged_steps_with_rejections(ca
         np.testing.assert_allclose(output.logits, logits, atol=TOLERANCE, rtol=0)
         np.testing.assert_allclose(output.taps, tap_values, atol=TOLERANCE, rtol=0)
         rows.commit(step, rows.random_acceptance(step))
+
+
+@pytest.mark.parametrize("attention", ["gqa", "standard"])
+def test_the_last_tap_behind_the_norm_is_what_hidden_states_of_transformers_hold(
+    attention: Attention, tmp_path: Path
+) -> None:
+    folder = write_target(tmp_path / "target", family="qwen3")
+    options: dict[str, Any] = {"taps": (-1, 1, 3), "limits": LIMITS, "attention": attention}
+    engine = open_target(folder, tmp_path / "normed", norm_last_tap=True, **options)
+    raw = open_target(folder, tmp_path / "raw", **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    step = Conversations(num_rows=1, vocab_size=97).step([0], [12], num_decode=0)
+    with torch.no_grad():
+        states = model(torch.from_numpy(step.batch.token_ids)[None], output_hidden_states=True).hidden_states
+    expected = np.concatenate([states[layer + 1][0].numpy() for layer in (-1, 1, 3)], axis=1)
+    output = engine.forward(step.batch)
+    np.testing.assert_allclose(output.taps, expected, atol=TOLERANCE, rtol=0)
+    logits = output.logits.copy()
+    unnormed = raw.forward(step.batch)
+    np.testing.assert_array_equal(unnormed.logits, logits)
+    assert np.abs(unnormed.taps[:, -32:] - expected[:, -32:]).max() > 0.1
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +99,7 @@ def engine(target_folder: Path, tmp_path: Path) -> Any:
 
 
 def test_prefill_chunks_share_a_step_with_decoding_rows(engine: Any, model: TransformersTarget) -> None:
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     for row in (1, 4):
         first = rows.step([row], [7], num_decode=0)
         engine.forward(first.batch)
@@ -88,7 +112,7 @@ def test_prefill_chunks_share_a_step_with_decoding_rows(engine: Any, model: Tran
 
 
 def test_rows_without_tokens_keep_their_cache(engine: Any, model: TransformersTarget) -> None:
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     first = rows.step([0, 1, 2, 3, 4], [6, 5, 4, 3, 2], num_decode=0)
     engine.forward(first.batch)
     rows.commit(first, [6, 5, 4, 3, 2])
@@ -102,7 +126,7 @@ def test_rows_without_tokens_keep_their_cache(engine: Any, model: TransformersTa
 
 
 def test_moved_rows_go_on_where_they_were(engine: Any, model: TransformersTarget) -> None:
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     first = rows.step([0, 3], [4, 11], num_decode=0)
     engine.forward(first.batch)
     rows.commit(first, [4, 11])
@@ -114,7 +138,7 @@ def test_moved_rows_go_on_where_they_were(engine: Any, model: TransformersTarget
 
 
 def test_only_the_logit_rows_asked_for_come_back_and_tap_rows_are_all_tokens(engine: Any) -> None:
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     step = rows.step([0, 1, 2], [2, 4, 9], num_decode=2)
     every = engine.forward(step.batch)
     logits, taps = every.logits.copy(), every.taps.copy()
@@ -146,7 +170,7 @@ def test_without_tap_layers_taps_are_empty(target_folder: Path, tmp_path: Path) 
 
 def test_a_row_fills_to_its_last_position_beside_a_long_chunk(engine: Any, model: TransformersTarget) -> None:
     """Padded to its neighbour's length, the query of the full row reaches far behind max_seq_len."""
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     for length in (63, 63):
         step = rows.step([0], [length], num_decode=0)
         engine.forward(step.batch)
@@ -164,13 +188,13 @@ def test_calls_beyond_the_limits_are_refused(engine: Any) -> None:
     rows = Conversations(num_rows=9, vocab_size=97)
     with pytest.raises(CapacityError, match="65 packed tokens exceeds max_batch_tokens 64"):
         engine.forward(rows.step([0, 1], [60, 5], num_decode=0).batch)
-    with pytest.raises(CapacityError, match="max_slots 5"):
+    with pytest.raises(CapacityError, match="max_requests 5"):
         engine.forward(rows.step([5], [1], num_decode=1).batch)
 
 
 def test_one_token_steps_and_one_long_step_agree(engine: Any) -> None:
     """Greedy output is stable across verify lengths only because these logits are nearly equal."""
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     prompt = rows.step([0], [9], num_decode=0)
     engine.forward(prompt.batch)
     rows.commit(prompt, [9])
@@ -185,7 +209,7 @@ def test_one_token_steps_and_one_long_step_agree(engine: Any) -> None:
 
 
 def test_a_request_alone_and_in_a_ragged_batch_agrees(engine: Any) -> None:
-    rows = Conversations(num_rows=LIMITS.max_slots, vocab_size=97)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     step = rows.step([0, 3, 2, 1], [3, 8, 1, 30], num_decode=3)
     together = engine.forward(step.batch).logits[:3].copy()
     alone = TargetBatch(step.batch.token_ids[:3], np.array([4]), np.array([0]), np.array([3]), 1, np.arange(3))

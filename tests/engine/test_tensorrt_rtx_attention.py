@@ -20,7 +20,7 @@ from dspark_trt.engines.tensorrt.compiler.build import CompileSettings
 from tests.support.factories import write_drafter, write_target
 from tests.support.rtx_graphs import SMS, DetailedCompiler, compile_some, export
 
-LIMITS = EngineLimits(max_slots=16, max_seq_len=4032, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=16, max_seq_len=4032, max_batch_tokens=64)
 CAPACITY = LIMITS.max_seq_len + LIMITS.max_batch_tokens
 NUM_LAYERS = 3
 KV_HEADS, HEAD_DIM = 2, 64
@@ -150,5 +150,5 @@ def test_nothing_else_reads_them_but_the_update_and_nothing_is_copied(
         assert all(layer.is_update for layer in readers)
         assert len(updated) == len(set(updated)) == 2 * NUM_LAYERS, "each cache once"
     assert [layer.name for layer in listing.layers if layer.copies] == []
-    keys_of_a_layer = LIMITS.max_slots * KV_HEADS * CAPACITY * HEAD_DIM * 2
+    keys_of_a_layer = LIMITS.max_requests * KV_HEADS * CAPACITY * HEAD_DIM * 2
     assert listing.scratch_bytes < keys_of_a_layer  # 8 MB of it are for matrix products

@@ -20,8 +20,9 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.factories import write_drafter, write_target
-from tests.support.rtx_graphs import Pair, check_compiled, compile_pair, export, write_large_pair
+from tests.support.rtx_graphs import Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
 
 DRAFTER_GRAPHS = (bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
 
@@ -60,6 +61,26 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_every_head_compiles(tiny: Pair, use_plugins: bool, tmp_path: Path) -> None:
     facts = compile_pair(tiny, tmp_path / "engines", use_plugins=use_plugins)
     check_compiled(facts, tiny, tmp_path / "engines", use_plugins=use_plugins)
+
+
+def test_a_mask_first_block_with_a_window_and_fewer_ids_compiles(tmp_path: Path) -> None:
+    """The window has no kernel: its layer is TensorRT's own attention, the other one the plugin's."""
+    target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
+    drafter = write_dialect(
+        tmp_path / "drafter",
+        target,
+        "speculators",
+        layers=2,
+        layer_ids=(1, 3),
+        draft_ids=DRAFT_IDS,
+        sliding=(("full_attention", "sliding_attention"), 8),
+        extra={"sample_from_anchor": None, "speculators_config": None},
+    )
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.DRAFT_GRAPH])
+    counts = {"ATTENTION_INPUT": 1, "ATTENTION_OUTPUT": 1, "KV_CACHE_UPDATE": 4, "PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2}
+    assert counted_layers(facts) == {bindings.DRAFT_GRAPH: counts}
+    assert facts[bindings.DRAFT_GRAPH].warnings == ()
 
 
 def check_compiled_elsewhere(pair: Pair, folder: Path, *, use_plugins: bool, names: Sequence[str] = GRAPHS) -> None:

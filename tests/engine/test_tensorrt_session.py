@@ -24,7 +24,7 @@ from tests.support.conversations import read_pair
 from tests.support.factories import write_drafter, write_target
 from tests.support.profile_choice import chosen_profile
 
-LIMITS = EngineLimits(max_slots=5, max_seq_len=96, max_batch_tokens=40)
+LIMITS = EngineLimits(max_requests=5, max_seq_len=96, max_batch_tokens=40)
 
 
 @pytest.fixture(scope="module")

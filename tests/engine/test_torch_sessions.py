@@ -33,7 +33,7 @@ from tests.support.session_calls import (
     target_call,
 )
 
-LIMITS = EngineLimits(max_slots=6, max_seq_len=48, max_batch_tokens=32)
+LIMITS = EngineLimits(max_requests=6, max_seq_len=48, max_batch_tokens=32)
 TAPS = (-1, 0, 3)
 TOLERANCE = 1e-4
 DECODE = ((0, 0), (17, 3), (47, 1), (0, 0), (4, 6), (30, 2))  # rows 0 and 3 are idle
@@ -79,8 +79,11 @@ class Pair(NamedTuple):
         return ReferenceWeights(checkpoint.weights, "cpu", getattr(torch, self.element_type))
 
     def target_session(self) -> TorchTargetSession:
-        taps = self.drafter.spec.target_layer_ids
-        return TorchTargetSession(self.target.spec, self.weights(self.target), self.target_dims(), taps)
+        spec, weights = self.drafter.spec, self.weights(self.target)
+        norm = spec.is_last_tap_normed
+        return TorchTargetSession(
+            self.target.spec, weights, self.target_dims(), spec.target_layer_ids, norm_last_tap=norm
+        )
 
     def ingest_session(self) -> TorchIngestSession:
         return TorchIngestSession(self.drafter.spec, self.weights(self.drafter), self.drafter_dims())

@@ -64,8 +64,9 @@ def compile_pair(build: Path, library: Library, sm: int) -> Compiled:
     for folder in (graphs, engines):
         folder.mkdir()
     common: dict[str, Any] = {"limits": LIMITS, "precision": "bf16"}
-    taps = pair.drafter.spec.target_layer_ids
-    write_target_graph(pair.target, graphs, taps=taps, gamma=pair.gamma, attention="standard", **common)
+    spec = pair.drafter.spec
+    taps = {"taps": spec.target_layer_ids, "norm_last_tap": spec.is_last_tap_normed}
+    write_target_graph(pair.target, graphs, **taps, gamma=pair.gamma, attention="standard", **common)
     write_drafter_graphs(pair.target, pair.drafter, graphs, attention="standard", **common)
     write_select_graph(pair.drafter.spec, graphs, **common)
     sms = (sm,) if LIBRARIES[library].takes_sms else ()

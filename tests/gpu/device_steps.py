@@ -25,7 +25,7 @@ class Rows:
     random: np.random.Generator
 
     def __post_init__(self) -> None:
-        self.past = np.zeros(LIMITS.max_slots, np.int64)
+        self.past = np.zeros(LIMITS.max_requests, np.int64)
 
     def batch(self, rows: np.ndarray, lengths: np.ndarray, num_decode: int) -> TargetBatch:
         num_tokens = int(lengths.sum())
@@ -34,11 +34,11 @@ class Rows:
 
     def prompts(self) -> TargetBatch:
         """One for every row."""
-        rows = np.arange(LIMITS.max_slots)
+        rows = np.arange(LIMITS.max_requests)
         return self.batch(rows, self.random.integers(1, 12, len(rows)), 0)
 
     def verification(self) -> TargetBatch:
-        rows = self.random.permutation(self.random.integers(1, LIMITS.max_slots + 1))
+        rows = self.random.permutation(self.random.integers(1, LIMITS.max_requests + 1))
         return self.batch(rows, self.random.integers(1, self.gamma + 2, len(rows)), len(rows))
 
     def commit(self, batch: TargetBatch) -> None:

@@ -87,7 +87,7 @@ def test_greedy_output_in_16_bits_differs_at_near_ties_only(precision: DevicePre
 def test_sampled_output_is_distributed_as_the_target_says(mode: str, tmp_path: Path) -> None:
     """The false-failure probability is in `check_distribution`."""
     pair = make_pair(tmp_path, target={"vocab_size": SMALL_VOCABULARY, "layers": 3}, drafter={"gamma": 2})
-    engines = open_on_gpu(pair, limits=EngineLimits(max_slots=16, max_seq_len=32, max_batch_tokens=64))
+    engines = open_on_gpu(pair, limits=EngineLimits(max_requests=16, max_seq_len=32, max_batch_tokens=64))
     check_distribution(engines, pair, schedulers(pair.gamma)[mode], num_samples=2000)
 
 

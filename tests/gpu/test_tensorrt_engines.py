@@ -135,7 +135,7 @@ def test_the_selection_equals_its_definition(compiled: Compiled) -> None:
     for seed in range(20):
         arrays = random_step(form, 3, seed)
         extents = {"R": 3, "T": len(arrays["token_index"]), "B": len(arrays["row_requests"])}
-        if extents["B"] > LIMITS.max_slots:
+        if extents["B"] > LIMITS.max_requests:
             continue
         inputs = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
         outputs = {

@@ -27,7 +27,7 @@ from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from tests.support.factories import write_drafter, write_target
 from tests.support.toy_engines import MODERATE, run
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=96, max_batch_tokens=48)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=96, max_batch_tokens=48)
 VOCABULARY = 11  # small, so that drafts of a random drafter are accepted now and then
 SMALL_VOCABULARY = 5
 FALSE_FAILURE = 1e-4

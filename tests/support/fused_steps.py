@@ -27,7 +27,7 @@ from tests.support.conversations import read_pair
 from tests.support.factories import write_drafter, write_target
 from tests.support.onnxruntime_device_session import open_device_pair, spoil, valid_positions
 
-LIMITS = EngineLimits(max_slots=6, max_seq_len=96, max_batch_tokens=72)
+LIMITS = EngineLimits(max_requests=6, max_seq_len=96, max_batch_tokens=72)
 TAPS = (-1, 1, 3)
 TOLERANCE = 1e-4
 VOCABULARY = 97
@@ -53,7 +53,7 @@ class FusedSteps:
         self.target, self.drafter = open_reference_engines(*checkpoints, limits=LIMITS)
         self.gamma: int = self.drafter.gamma
         self.random = np.random.default_rng(seed)
-        self.lengths = np.zeros(LIMITS.max_slots, np.int64)
+        self.lengths = np.zeros(LIMITS.max_requests, np.int64)
 
     def begin(self, rows: list[int]) -> None:
         """Prompts of random lengths, read and ingested."""

@@ -53,6 +53,7 @@ def export(target: Path, drafter: Path, graphs: Path, limits: EngineLimits, prec
         target_checkpoint,
         graphs,
         taps=spec.target_layer_ids,
+        norm_last_tap=spec.is_last_tap_normed,
         limits=limits,
         gamma=spec.gamma,
         precision=precision,

@@ -95,7 +95,7 @@ def target_call(
     return tensors | {
         bindings.TOKEN_IDS: token_ids,
         bindings.POSITIONS: torch.tensor(positions + padding),
-        bindings.OUTPUT_SLOTS: torch.tensor(padded_indices + padding),
+        bindings.PADDED_INDICES: torch.tensor(padded_indices + padding),
         bindings.LOGIT_ROWS: torch.arange(num_tokens),
         bindings.LOGITS: torch.full((num_tokens, dims.vocab_size), torch.nan),
         bindings.TAPS: torch.full((num_tokens, dims.tap_width), torch.nan, dtype=element_type),

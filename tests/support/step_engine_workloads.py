@@ -17,7 +17,7 @@ from tests.support.toy_step_engine import ToyStepEngine
 
 GAMMA = 5
 LANGUAGE = ToyLanguage(vocab_size=16, order=3, num_patterns=499)
-LIMITS = EngineLimits(max_slots=5, max_seq_len=48, max_batch_tokens=28)
+LIMITS = EngineLimits(max_requests=5, max_seq_len=48, max_batch_tokens=28)
 LAGGED = SchedulerConfig("lagged_budget", corrects=False)
 STS = [0.8, 1.0, 1.3, 1.7, 0.6]
 

@@ -8,13 +8,14 @@ from dspark_trt.building.build import build
 from dspark_trt.building.recipe import BuildRecipe
 from tests.support.factories import write_drafter, write_target
 
-MAX_SLOTS, MAX_SEQ_LEN = 4, 8192
+MAX_REQUESTS, MAX_SEQ_LEN = 4, 8192
 
 
-def make_tiny_build(folder: Path) -> Path:
+def make_tiny_build(folder: Path, max_seq_len: int = MAX_SEQ_LEN) -> Path:
+    """Short rows: calibrated in a moment."""
     target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True, max_positions=MAX_SEQ_LEN)
     drafter = write_drafter(folder / "drafter", target)
-    limits = {"max_slots": MAX_SLOTS, "max_seq_len": MAX_SEQ_LEN, "max_batch_tokens": 64}
+    limits = {"max_requests": MAX_REQUESTS, "max_seq_len": max_seq_len, "max_batch_tokens": 64}
     recipe = BuildRecipe(
         target=str(target),
         drafter=str(drafter),
@@ -25,4 +26,12 @@ def make_tiny_build(folder: Path) -> Path:
         **limits,
     )
     build(recipe, folder / "build")
+    return folder / "build"
+
+
+def make_ngram_build(folder: Path) -> Path:
+    """A target alone, whose drafts are copied from each request's own text."""
+    target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True)
+    limits = {"max_requests": 4, "max_seq_len": 96, "max_batch_tokens": 64}
+    build(BuildRecipe(target=str(target), drafter="ngram", lookup_drafts=5, num_threads=1, **limits), folder / "build")
     return folder / "build"

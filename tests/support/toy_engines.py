@@ -59,7 +59,7 @@ class _Store:
     """Tokens by row and position; what lies behind a call's past is erased by that call."""
 
     def __init__(self, limits: EngineLimits) -> None:
-        self.tokens = np.full((limits.max_slots, limits.max_seq_len), EMPTY, dtype=np.int64)
+        self.tokens = np.full((limits.max_requests, limits.max_seq_len), EMPTY, dtype=np.int64)
 
     def write(self, row: int, past: int, tokens: Sequence[int]) -> None:
         if (self.tokens[row, :past] == EMPTY).any():
@@ -307,7 +307,7 @@ MODERATE = step_table(lambda count: 10.0 + count)
 DEAR = step_table(lambda count: 10.0 + count, draft_ms=40.0)
 STAIRS = step_table(lambda count: 10.0 + 4.0 * (-(-count // 4)))
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=64)
 
 
 def letters(ids: Sequence[int]) -> str:

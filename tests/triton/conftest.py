@@ -13,7 +13,6 @@ from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment
 from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.supervisor import TritonServer
-from tests.support.tiny_build import make_tiny_build
 
 TIED_LOG_PROB_GAP = 1e-3  # below it two engines of different batches may choose differently
 
@@ -25,17 +24,13 @@ def server(demo_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield running
 
 
-@pytest.fixture(scope="session")
-def tiny_build(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_build(tmp_path_factory.mktemp("tiny"))
-
-
 @dataclass(frozen=True)
 class Answer:
     text: str
     token_ids: list[int]
     num_prompt_tokens: int
     log_probs: list[float]
+    top_log_probs: list[list[tuple[int, float]]]  # of each token the two most probable ones
 
 
 class InProcess:
@@ -56,7 +51,13 @@ class InProcess:
             gaps = [first[1] - second[1] for first, second in result["top_log_probs"]]
             assert min(gaps) > TIED_LOG_PROB_GAP, f"choose another prompt than {prompt!r}: two tokens are tied in it"
         return [
-            Answer(result["text"], result["token_ids"], result["num_prompt_tokens"], result["log_probs"])
+            Answer(
+                result["text"],
+                result["token_ids"],
+                result["num_prompt_tokens"],
+                result["log_probs"],
+                result["top_log_probs"],
+            )
             for result in results
         ]
 

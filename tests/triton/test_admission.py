@@ -19,7 +19,7 @@ from tritonclient.utils import InferenceServerException
 from dspark_trt.server.options import ServeOptions
 from dspark_trt.server.supervisor import TritonServer
 from dspark_trt.serving.limits import AdmissionLimits, retry_after_s
-from tests.support.tiny_build import MAX_SEQ_LEN, MAX_SLOTS
+from tests.support.tiny_build import MAX_REQUESTS, MAX_SEQ_LEN
 from tests.support.triton_clients import Stream, generate, generate_stream, metrics, one, refusal, stream
 
 pytestmark = pytest.mark.triton
@@ -65,29 +65,29 @@ def wait_until(is_so: Callable[[], bool], what: str, seconds: float = 20.0) -> N
 
 
 def wait_until_idle(tiny: TritonServer) -> None:
-    wait_until(lambda: metrics(tiny.metrics_url)[RUNNING] == 0, "requests keep their slots")
+    wait_until(lambda: metrics(tiny.metrics_url)[RUNNING] == 0, "requests keep their rows")
 
 
-def fill_slots(opened: Stream, model: str = "ensemble") -> None:
-    """Every slot runs a long request; each has sent something."""
-    for index in range(MAX_SLOTS):
+def fill_rows(opened: Stream, model: str = "ensemble") -> None:
+    """Every row runs a long request; each has sent something."""
+    for index in range(MAX_REQUESTS):
         opened.send(model, request(LONG), request_id=f"filler {index}")
     seen: set[str] = set()
-    while len(seen) < MAX_SLOTS:
+    while len(seen) < MAX_REQUESTS:
         seen.add(opened.next().get_response().id)
 
 
 def test_full_queue_refuses_at_once_and_cancelled_requests_that_wait_are_never_prefilled(tiny: TritonServer) -> None:
     """Seen before: 69 cancelled requests were prefilled, one after the other, for nobody."""
     with stream(tiny.grpc_address) as running, stream(tiny.grpc_address) as waiting:
-        fill_slots(running)
+        fill_rows(running)
         for index in range(MAX_QUEUED):
             waiting.send("ensemble", request(5, is_streaming=index % 2 == 0), request_id=f"waiting {index}")
         wait_until(lambda: metrics(tiny.metrics_url)[WAITING] == MAX_QUEUED, "not all of them wait")
         started = time.monotonic()
         message = refusal(tiny.http_url, text_input=PROMPT, max_tokens=3)
         assert time.monotonic() - started < 5
-        assert f"the server is busy: {MAX_QUEUED} requests wait for a slot already" in message
+        assert f"the server is busy: {MAX_QUEUED} requests wait for a row already" in message
         assert retry_after_s(message) is not None
         prefilled = metrics(tiny.metrics_url)[PREFILLED]
         waiting.client.stop_stream(cancel_requests=True)
@@ -100,7 +100,7 @@ def test_full_queue_refuses_at_once_and_cancelled_requests_that_wait_are_never_p
 
 @pytest.mark.parametrize("is_streaming", [True, False])
 @pytest.mark.parametrize("model", ["ensemble", "dspark"])
-def test_cancelled_request_frees_its_slot(tiny: TritonServer, model: str, is_streaming: bool) -> None:
+def test_cancelled_request_frees_its_row(tiny: TritonServer, model: str, is_streaming: bool) -> None:
     fields = request(LONG, is_streaming=is_streaming)
     if model == "dspark":
         fields = {
@@ -115,11 +115,11 @@ def test_cancelled_request_frees_its_slot(tiny: TritonServer, model: str, is_str
         wait_until(lambda: metrics(tiny.metrics_url)[RUNNING] == 1, "it does not run")
         left_at = time.monotonic()
         opened.client.stop_stream(cancel_requests=True)
-        wait_until(lambda: metrics(tiny.metrics_url)[RUNNING] == 0, "it keeps its slot", 3)
+        wait_until(lambda: metrics(tiny.metrics_url)[RUNNING] == 0, "it keeps its row", 3)
         assert time.monotonic() - left_at < 3
 
 
-def test_closed_event_stream_frees_its_slot(tiny: TritonServer) -> None:
+def test_closed_event_stream_frees_its_row(tiny: TritonServer) -> None:
     body = json.dumps({"text_input": PROMPT, "max_tokens": LONG, "stream": True, "end_id": -1}).encode()
     with urllib.request.urlopen(f"{tiny.http_url}/v2/models/ensemble/generate_stream", body, timeout=30) as answer:
         answer.readline()
@@ -137,13 +137,13 @@ def test_timeout_bounds_a_request_whose_client_triton_cannot_see(tiny: TritonSer
 
 def test_urgent_requests_overtake_those_that_wait(tiny: TritonServer) -> None:
     with stream(tiny.grpc_address) as running, stream(tiny.grpc_address) as waiting:
-        fill_slots(running)
+        fill_rows(running)
         for name, priority in (("low", 5), ("normal", 0), ("urgent", -5)):
             fields = request(300, is_streaming=False, priority=one(priority, np.int32))
             waiting.send("ensemble", fields, request_id=name)
         wait_until(lambda: metrics(tiny.metrics_url)[WAITING] == 3, "not all of them wait")
         handle = 0
-        while not handle:  # one slot becomes free: ended by its request id
+        while not handle:  # one row becomes free: ended by its request id
             with stream(tiny.grpc_address) as stopping:
                 stop = {
                     "input_ids": one(1, np.int32),
@@ -335,12 +335,12 @@ def test_apis_that_no_client_needs_are_closed_over_grpc_too(tiny: TritonServer) 
     assert client.is_model_ready("ensemble")
 
 
-def test_probe_is_answered_while_every_slot_is_taken(tiny: TritonServer) -> None:
+def test_probe_is_answered_while_every_row_is_taken(tiny: TritonServer) -> None:
     with stream(tiny.grpc_address) as opened:
-        fill_slots(opened)
+        fill_rows(opened)
         answer = generate(tiny.http_url, text_input="?", max_tokens=1, probe=True)
         assert answer["num_output_tokens"] == 0
-        wait_until(lambda: metrics(tiny.metrics_url)[RUNNING] == MAX_SLOTS, "the slots are not all taken", 2)
+        wait_until(lambda: metrics(tiny.metrics_url)[RUNNING] == MAX_REQUESTS, "the rows are not all taken", 2)
     wait_until_idle(tiny)
 
 

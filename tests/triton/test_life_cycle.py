@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import time
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from load_test import measure
-from perf_analyzer import find_perf_analyzer
 
 from dspark_trt.building.build import build
 from dspark_trt.building.recipe import BuildRecipe
+from dspark_trt.building.reprofile import own_table
+from dspark_trt.server.load_test import Row, measure, measure_over_http
 from dspark_trt.server.options import ServeOptions, with_ports
+from dspark_trt.server.perf_analyzer import find_perf_analyzer
 from dspark_trt.server.server_tree import find_server
 from dspark_trt.server.supervisor import TritonServer
-from tests.support.triton_clients import generate
+from tests.support.triton_clients import generate, metrics
 from tests.triton.conftest import InProcess
 
 pytestmark = [pytest.mark.triton, pytest.mark.demo]
@@ -116,14 +117,26 @@ def wait_until_ready(process: subprocess.Popen[bytes], http_port: int) -> None:
     raise AssertionError("tritonserver is not ready after two minutes")
 
 
-def test_perf_analyzer_measures_tokens_of_a_running_server(server: TritonServer, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.json"
-    rows = [
+def test_server_prices_steps_by_the_table_that_it_is_given(tiny_build: Path, tmp_path: Path) -> None:
+    """The metric of a table's age reads it: the build's own is minutes old."""
+    old = replace(own_table(tiny_build), provenance={"measured_at": "2001-02-03T00:00:00+00:00"})
+    with TritonServer(tiny_build, ServeOptions(0, 0, 0, log_file=tmp_path / "log"), old) as server:
+        generate(server.http_url, text_input="a", max_tokens=4, temperature=0.0)
+        found = metrics(server.metrics_url)
+    assert [value for name, value in found.items() if "step_table_age" in name and value > 20 * 365 * 86_400]
+
+
+@pytest.mark.parametrize("has_perf_analyzer", [True, False])
+def test_load_is_measured_by_the_tokens_of_a_running_server(server: TritonServer, has_perf_analyzer: bool) -> None:
+    rows: list[Row] = [
         {"text_input": [text], "max_tokens": [12], "stream": [True], "end_id": [-1]}
         for text in ("One", "Two words", "Three more words")
     ]
-    prompts.write_text(json.dumps({"data": rows}))
-    result = measure(server.grpc_address, 2, "early_stop", num_requests=4, prompts=[prompts], tool=find_perf_analyzer())
+    if has_perf_analyzer:
+        tool = find_perf_analyzer()
+        result = measure(server.grpc_address, 2, "early_stop", num_requests=4, rows=rows, tool=tool)
+    else:
+        result = measure_over_http(server.http_url, 2, "early_stop", num_requests=4, rows=rows)
     assert (result.concurrency, result.num_requests, result.num_tokens) == (2, 4, 4 * 12)
     assert 1.0 <= result.accepted_len <= 8.0
     assert 0.0 <= result.mean_verify_len <= 7.0

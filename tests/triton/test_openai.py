@@ -15,6 +15,7 @@ from typing import Any
 import openai
 import pytest
 
+from dspark_trt.deployment import Deployment
 from dspark_trt.server.openai.process import FrontEndProcess, start_front_end
 from dspark_trt.server.openai.settings import FrontEndOptions
 from dspark_trt.server.supervisor import TritonServer
@@ -69,6 +70,38 @@ def test_a_chat_is_answered_as_in_process(client: openai.OpenAI, in_process: InP
     assert answer.usage.completion_tokens == len(expected.token_ids)
     assert [token.logprob for token in choice.logprobs.content] == pytest.approx(expected.log_probs, abs=1e-3)
     assert "".join(token.token for token in choice.logprobs.content).startswith(expected.text)
+
+
+def test_alternatives_to_each_token_are_the_targets_own(
+    client: openai.OpenAI, in_process: InProcess, demo: Deployment
+) -> None:
+    """Streamed and whole, with drafts; the first alternative is the greedy token itself."""
+    expected = in_process.answer(QUESTION, NUM_TOKENS, chat=True)
+    codec = demo.codec
+    texts = [[codec.decode([each], skip_special_tokens=False) for each, _ in top] for top in expected.top_log_probs]
+    values = [[value for _, value in top] for top in expected.top_log_probs]
+    asked = {"max_tokens": NUM_TOKENS, "logprobs": True, "top_logprobs": 2}
+    (whole,) = chat(client, **asked).choices
+    chunks = chat(client, **asked, stream=True)
+    streamed = [
+        token for chunk in chunks for token in (chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else [])
+    ]
+    for tokens in (whole.logprobs.content, streamed):
+        assert [[top.token for top in token.top_logprobs] for token in tokens] == texts
+        for token, value in zip(tokens, values, strict=True):
+            assert [top.logprob for top in token.top_logprobs] == pytest.approx(value, abs=1e-3)
+            assert token.top_logprobs[0].token == token.token
+
+
+def test_alternatives_of_a_completion_are_keyed_by_their_text(client: openai.OpenAI, in_process: InProcess) -> None:
+    expected = in_process.answer(PROMPT, NUM_TOKENS)
+    found = complete(client, logprobs=2).choices[0].logprobs
+    for top, token, values in zip(found.top_logprobs, found.tokens, expected.top_log_probs, strict=True):
+        assert sorted(top.values(), reverse=True) == pytest.approx([value for _, value in values], abs=1e-3)
+        assert token in top
+    sampled = complete(client, logprobs=1, temperature=2.0, seed=3, max_tokens=24).choices[0].logprobs
+    assert all(token in top for top, token in zip(sampled.top_logprobs, sampled.tokens, strict=True))
+    assert 2 in map(len, sampled.top_logprobs), "a drawn token stands beside the most probable one"
 
 
 def test_a_streamed_chat_is_the_same_in_pieces(client: openai.OpenAI, in_process: InProcess) -> None:
@@ -186,7 +219,7 @@ def test_a_request_has_a_time_limit(client: openai.OpenAI) -> None:
         ("/v2/models/ensemble/generate", False),
     ],
 )
-def test_a_client_that_leaves_frees_its_slot(
+def test_a_client_that_leaves_frees_its_row(
     server: TritonServer, front_end: FrontEndProcess, path: str, stream: bool
 ) -> None:
     def sample(name: str) -> float:
@@ -294,7 +327,7 @@ def test_the_live_page_shows_what_live_says(front_end: FrontEndProcess, client: 
 
     wait(has_seen_it)
     assert now["ready"] is True
-    assert now["slots"] == 32
+    assert now["rows"] == 32
     assert 1.0 <= now["accepted_len"] <= 8.0
     assert 0.0 <= now["skipping"] <= 1.0
     page = request(front_end.url, "/")[1].decode()

@@ -47,7 +47,7 @@ def test_bundled_server_answers_under_python_3_12(python: str, tmp_path: Path) -
     target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(tmp_path / "drafter", target)
     command, output = str(tmp_path / "venv/bin/dspark-trt"), str(tmp_path / "out")
-    limits = ["--max-slots", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
+    limits = ["--max-requests", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
     subprocess.run(
         [command, "build", "--target", target, "--drafter", drafter, "--output", output, *limits],
         check=True,

@@ -76,7 +76,7 @@ def test_stop_request_ends_the_request_of_that_id(server: TritonServer) -> None:
 
 
 @pytest.mark.parametrize("model", ["ensemble", "dspark"])
-def test_client_that_walks_away_frees_its_slot(server: TritonServer, model: str) -> None:
+def test_client_that_walks_away_frees_its_row(server: TritonServer, model: str) -> None:
     """Triton does not tell the running step of an ensemble; postprocessing does."""
     before = metrics(server.metrics_url)[CANCELLED]
     with stream(server.grpc_address) as opened:
@@ -87,7 +87,7 @@ def test_client_that_walks_away_frees_its_slot(server: TritonServer, model: str)
         assert time.monotonic() < deadline, "the request goes on without its client"
         time.sleep(0.1)
     while metrics(server.metrics_url)[RUNNING] != 0:
-        assert time.monotonic() < deadline, "the request keeps its slot"
+        assert time.monotonic() < deadline, "the request keeps its row"
         time.sleep(0.1)
 
 

@@ -101,7 +101,7 @@ def test_missing_engine_package_is_exit_code_3_with_the_install_line(tmp_path: P
     target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(tmp_path / "drafter", target)
     arguments = ["build", "--target", str(target), "--drafter", str(drafter), "--output", str(tmp_path / "out")]
-    result = run(*arguments, "--max-slots", "2", "--max-seq-len", "64", "--max-batch-tokens", "32", before=BLOCK)
+    result = run(*arguments, "--max-requests", "2", "--max-seq-len", "64", "--max-batch-tokens", "32", before=BLOCK)
     assert result.returncode == 3
     assert "pip install" in result.stderr
     assert "Traceback" not in result.stderr
@@ -121,7 +121,7 @@ def test_build_of_a_quantised_engine_says_what_that_means_for_greedy_text(tmp_pa
     target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(tmp_path / "drafter", target)
     arguments = ["--target", str(target), "--drafter", str(drafter), "--output", str(tmp_path / "out")]
-    limits = ["--max-slots", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
+    limits = ["--max-requests", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
     result = run("build", *arguments, *limits, "--precision", "int8")
     assert result.returncode == 0, result.stderr
     assert "int8: 8-bit weights" in result.stdout

@@ -17,7 +17,7 @@ import pytest
 from tests.support.factories import write_drafter, write_target
 from tests.unit.test_cli import run
 
-LIMITS = ["--max-slots", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
+LIMITS = ["--max-requests", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
 
 
 @pytest.fixture(scope="module")
@@ -135,16 +135,16 @@ def test_drafter_typo_costs_no_look_at_the_target(pair: list[str], tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-slots", "0"], "--max-slots: Input should be greater than or equal to 1, found '0'"),
-        (["--max-slots", "x"], "--max-slots: Input should be a valid integer"),
+        (["--max-requests", "0"], "--max-requests: Input should be greater than or equal to 1, found '0'"),
+        (["--max-requests", "x"], "--max-requests: Input should be a valid integer"),
         (["--max-seq-len", "100000"], "--max-seq-len 100000 is beyond the"),
         (["--markov-top-n", "320"], "--markov-top-n: expected less than the drafter's vocabulary of 320"),
         (["--scheduler", "fixed:99"], "--scheduler: fixed:99 verifies more drafts than a block has"),
         (["--scheduler", "fast"], "--scheduler: mode: expected one of"),
         (["--draft-vocab", "some"], "--draft-vocab: expected auto, all or a number of tokens >= 1, found 'some'"),
         (["--calibration", "/no/such/file"], "--calibration: /no/such/file cannot be read (No such file"),
-        (["--max-batch-tokens", "16", "--max-slots", "32"], "--max-batch-tokens 16 is below max_slots 32"),
-        (["--max-slots", "1024", "--max-batch-tokens", "99999999"], "memory: the engines need"),
+        (["--max-batch-tokens", "16", "--max-requests", "32"], "--max-batch-tokens 16 is below max_requests 32"),
+        (["--max-requests", "1024", "--max-batch-tokens", "99999999"], "memory: the engines need"),
     ],
 )
 def test_limits_are_checked_before_anything_is_written(
@@ -229,7 +229,7 @@ def spoil(build: Path, damage: str) -> None:
         case "edited recipe":
             path = build / "manifest.json"
             data = json.loads(path.read_text())
-            edit(path, recipe=data["recipe"] | {"max_slots": 64})
+            edit(path, recipe=data["recipe"] | {"max_requests": 64})
         case "no graph":
             next((build / "graphs").glob("*.onnx")).unlink()
         case "no repository":

@@ -8,10 +8,8 @@ import subprocess
 from pathlib import Path
 
 import yaml
-from fetch_promtool import fetch
-from typer.main import get_command
+from fetch_debian_program import fetch
 
-from dspark_trt.cli import app
 from dspark_trt.serving import metrics
 
 REPOSITORY = Path(__file__).parents[2]
@@ -42,7 +40,7 @@ def test_alert_rules_ask_for_metrics_that_exist_and_say_what_to_do() -> None:
 
 
 def test_prometheus_accepts_rules_and_the_expressions_of_the_dashboard(tmp_path: Path) -> None:
-    promtool = fetch(REPOSITORY / "build" / "downloads")
+    promtool = fetch("promtool", REPOSITORY / "build" / "downloads")
     subprocess.run([promtool, "check", "rules", DEPLOY / "prometheus-alerts.yml"], check=True)
     dashboard = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
@@ -53,29 +51,6 @@ def test_prometheus_accepts_rules_and_the_expressions_of_the_dashboard(tmp_path:
     path = tmp_path / "rules.yml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": rules}]}))
     subprocess.run([promtool, "check", "rules", path], check=True)
-
-
-def test_deployment_runs_without_rights_and_with_options_that_exist() -> None:
-    deployment, network = yaml.safe_load_all((DEPLOY / "kubernetes.yml").read_text())
-    pod = deployment["spec"]["template"]["spec"]
-    assert pod["automountServiceAccountToken"] is False
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    (container,) = pod["containers"]
-    assert container["securityContext"] == {
-        "allowPrivilegeEscalation": False,
-        "readOnlyRootFilesystem": True,
-        "capabilities": {"drop": ["ALL"]},
-    }
-    mounts = {mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]}
-    assert mounts == {"/build": True, "/keys": True, "/tmp": False, "/dev/shm": False}
-    assert network["spec"]["egress"] == []
-    command, subcommand, build, *options = container["args"]
-    assert (command, subcommand, build) == ("dspark-trt", "serve", "/build")
-    known = {option for parameter in get_command(app).commands["serve"].params for option in parameter.opts}
-    assert {option for option in options if option.startswith("--")} <= known
-    drain_s = next(each.default for each in get_command(app).commands["serve"].params if each.name == "drain_time")
-    assert pod["terminationGracePeriodSeconds"] > drain_s
 
 
 def test_threat_model_names_tests_that_exist() -> None:

@@ -38,7 +38,7 @@ class DeviceCache:
             gib = math.prod(shape) * dtype.itemsize / (1 << 30)
             raise EngineBuildError(
                 f"KV memory: {cache.num_rows} rows of {cache.capacity} positions take {gib:.2f} GiB, which {device} "
-                f"does not give: {error}; build with a smaller --max-slots or --max-seq-len"
+                f"does not give: {error}; build with a smaller --max-requests or --max-seq-len"
             ) from error
         self._num_layers = cache.num_layers
         self._max_seq_len = dims.limits.max_seq_len

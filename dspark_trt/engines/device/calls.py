@@ -119,7 +119,7 @@ def _decode_part(batch: TargetBatch, gamma: int, limits: EngineLimits, num_selec
     if n == 0:
         return _nothing()
     rows, past, query = batch.rows[:n], batch.past_lengths[:n], batch.query_lengths[:n]
-    num_rows = bucket(int(rows.max()) + 1, limits.max_slots)
+    num_rows = bucket(int(rows.max()) + 1, limits.max_requests)
     num_tokens = num_decode_tokens(batch, num_selected)
     if num_selected is not None:
         unknown = np.zeros(num_tokens, np.int64)
@@ -137,7 +137,7 @@ def _bucket_call(decode: _DecodePart, limits: EngineLimits) -> TargetCall:
         arrays = {
             bindings.TOKEN_IDS: np.concatenate([decode.token_ids, padding]),
             bindings.POSITIONS: np.concatenate([decode.positions, padding]),
-            bindings.OUTPUT_SLOTS: np.concatenate([decode.padded_indices, padding]),
+            bindings.PADDED_INDICES: np.concatenate([decode.padded_indices, padding]),
             **group_arrays(bindings.DECODE, decode.group),
         }
     shape = CallShape(num_tokens, num_tokens, decode.shape)
@@ -156,7 +156,7 @@ def _whole_call(
     arrays = {
         bindings.TOKEN_IDS: np.concatenate([decode.token_ids, token_ids]),
         bindings.POSITIONS: np.concatenate([decode.positions, chunk_positions]),
-        bindings.OUTPUT_SLOTS: np.concatenate(
+        bindings.PADDED_INDICES: np.concatenate(
             [decode.padded_indices, prefill.padded_indices + decode.shape[0] * decode.shape[1]]
         ),
         bindings.LOGIT_ROWS: logit_rows if len(logit_rows) else np.zeros(1, np.int64),  # engines take no empty tensors

@@ -68,10 +68,10 @@ class DeviceDraftEngine:
         self._draft_calls = BucketCalls(draft_session, capture)
         self._draft_layout = lru_cache(maxsize=None)(self._make_draft_layout)
         self._ingest_layout = lru_cache(maxsize=256)(self._make_ingest_layout)
-        limits, blocks = dims.limits, {"R": dims.limits.max_slots}
-        self.select_begin = self._make_draft_layout(limits.max_slots, limits.max_slots).end
+        limits, blocks = dims.limits, {"R": dims.limits.max_requests}
+        self.select_begin = self._make_draft_layout(limits.max_requests, limits.max_requests).end
         self._most_committed = bucket(
-            min(limits.max_slots * (dims.gamma + 1), limits.max_batch_tokens), limits.max_batch_tokens
+            min(limits.max_requests * (dims.gamma + 1), limits.max_batch_tokens), limits.max_batch_tokens
         )
         with torch_errors("buffers of the drafter"):
             self.inputs = StagedInputs(self._most_input_bytes(), device)
@@ -81,7 +81,7 @@ class DeviceDraftEngine:
             small = [outputs[name] for name in (bindings.DRAFT_IDS, bindings.CONFIDENCE_LOGITS)]
             verify_len = Binding(VERIFY_LEN, "int64", ("R",))
             self.fetched = FetchedOutputs(Layout([*small, verify_len], blocks), device)
-            self._draft_logits = torch.zeros((limits.max_slots, dims.gamma, dims.vocab_size), device=device)
+            self._draft_logits = torch.zeros((limits.max_requests, dims.gamma, dims.vocab_size), device=device)
 
     @property
     def limits(self) -> EngineLimits:
@@ -143,7 +143,7 @@ class DeviceDraftEngine:
         """
         rows, past = batch.rows, batch.past_lengths
         check_rows(self.limits, rows, past + 1)
-        count, most = len(rows), self.limits.max_slots
+        count, most = len(rows), self.limits.max_requests
         shape = bucket(count, most), bucket(int(rows.max()) + 1, most)
         row_requests, row_query_lengths = np.zeros((2, shape[1]), np.int64)
         row_requests[rows] = np.arange(count)
@@ -161,7 +161,7 @@ class DeviceDraftEngine:
 
     def enqueue(self, call: DraftCall) -> DraftOutput:
         """Enqueue a call whose inputs are on their way."""
-        self.cache.prepare(call.rows, call.past_lengths, self.gamma)
+        self.cache.prepare(call.rows, call.past_lengths, self.dims.block_length)
         self._draft_calls(call.shape, lambda: self._draft_tensors(call))
         small, count = self.fetched.tensors, len(call.rows)
         confidence_logits = small[bindings.CONFIDENCE_LOGITS][:count]
@@ -179,7 +179,7 @@ class DeviceDraftEngine:
     def _ingest_bucket(self, taps: torch.Tensor, rows: Int64, past: Int64, query: Int64) -> None:
         """What a verification committed: up to gamma + 1 tokens a row."""
         num_tokens = len(taps)
-        shape = bucket(num_tokens, self._most_committed), bucket(int(rows.max()) + 1, self.limits.max_slots)
+        shape = bucket(num_tokens, self._most_committed), bucket(int(rows.max()) + 1, self.limits.max_requests)
         group = row_group(rows, past, query, padded_to=(shape[1], self.gamma + 1))
         layout = self._ingest_layout(shape[0], *group.tokens.shape)
         arrays = group_arrays(bindings.CONTEXT, group)
@@ -218,7 +218,7 @@ class DeviceDraftEngine:
     def _most_input_bytes(self) -> int:
         """Either a draft and the selection behind it, or an ingest."""
         limits = self.limits
-        rows, tokens = limits.max_slots, limits.max_batch_tokens
+        rows, tokens = limits.max_requests, limits.max_batch_tokens
         ingest = self._make_ingest_layout(tokens, rows, max(self.gamma + 1, -(-tokens // rows)))
         return max(select_layout(self.dims, rows, rows, self.select_begin).end, ingest.end)
 

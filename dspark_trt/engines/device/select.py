@@ -62,7 +62,7 @@ class SelectCalls:
         self._dims = dims
         self.layout = lru_cache(maxsize=256)(lambda requests, rows: select_layout(dims, requests, rows, begin))
         self._every_token = torch.arange(dims.limits.max_batch_tokens, device=device)
-        most = max(dims.limits.max_batch_tokens, dims.limits.max_slots)
+        most = max(dims.limits.max_batch_tokens, dims.limits.max_requests)
         self._unread = {name: torch.zeros(most, dtype=torch.int64, device=device) for name in _UNREAD}
 
     def enqueue(

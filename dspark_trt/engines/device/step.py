@@ -21,7 +21,7 @@ from dspark_trt.engines.device.select import VERIFY_LEN, SelectCalls, select_arr
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.device.target import DeviceTargetEngine
 
-_SELECTED = (bindings.TOKEN_IDS, bindings.POSITIONS, bindings.OUTPUT_SLOTS)  # of packed tokens
+_SELECTED = (bindings.TOKEN_IDS, bindings.POSITIONS, bindings.PADDED_INDICES)  # of packed tokens
 
 
 class DeviceStepEngine:

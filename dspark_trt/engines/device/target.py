@@ -53,13 +53,13 @@ class DeviceTargetEngine:
         self._layout = lru_cache(maxsize=_NUM_KEPT_LAYOUTS)(self._make_layout)
         limits = dims.limits
         num_tokens = limits.max_batch_tokens
-        of_blocks = bucket(min(num_tokens, limits.max_slots * (gamma + 1)), num_tokens)
+        of_blocks = bucket(min(num_tokens, limits.max_requests * (gamma + 1)), num_tokens)
         with torch_errors("buffers of the target"):
             self._inputs = StagedInputs(self._largest_layout().end, device)
             self._every_token = torch.arange(num_tokens, device=device)
             self._zero = torch.zeros(1, dtype=torch.int64, device=device)
             # of verified blocks and the ends of prompts; one more for a call that wants none
-            num_logits = min(num_tokens, of_blocks + limits.max_slots) + 1
+            num_logits = min(num_tokens, of_blocks + limits.max_requests) + 1
             self._logits = torch.zeros((num_logits, dims.vocab_size), device=device)
             dtype = getattr(torch, dims.element_type)
             self._taps = torch.zeros((num_tokens, dims.tap_width), dtype=dtype, device=device)
@@ -160,7 +160,7 @@ class DeviceTargetEngine:
 
     def _make_layout(self, shape: CallShape) -> Layout:
         extents = {"T": shape.num_tokens, "L": shape.num_logits}
-        names = [bindings.TOKEN_IDS, bindings.POSITIONS, bindings.OUTPUT_SLOTS]
+        names = [bindings.TOKEN_IDS, bindings.POSITIONS, bindings.PADDED_INDICES]
         groups = [bindings.DECODE]
         if shape.prefill is not None:
             names.append(bindings.LOGIT_ROWS)
@@ -174,6 +174,6 @@ class DeviceTargetEngine:
     def _largest_layout(self) -> Layout:
         """No call takes more: B * S of the prefill group is at most max_batch_tokens."""
         limits = self.limits
-        rows, tokens = limits.max_slots, limits.max_batch_tokens
+        rows, tokens = limits.max_requests, limits.max_batch_tokens
         shape = CallShape(tokens, tokens, (rows, self.gamma + 1), (rows, -(-tokens // rows)))
         return self._make_layout(shape)

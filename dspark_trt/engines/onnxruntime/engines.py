@@ -77,7 +77,9 @@ class OnnxRuntimeTargetEngine:
             bindings.TOKEN_IDS: token_ids,
             bindings.POSITIONS: positions(past, query),
             bindings.LOGIT_ROWS: logit_rows,
-            bindings.OUTPUT_SLOTS: np.concatenate([decode.padded_indices, prefill.padded_indices + decode.tokens.size]),
+            bindings.PADDED_INDICES: np.concatenate(
+                [decode.padded_indices, prefill.padded_indices + decode.tokens.size]
+            ),
         }
         groups = dict(zip(bindings.TARGET_GROUPS, (decode, prefill), strict=True))
         for name, group in groups.items():
@@ -114,7 +116,7 @@ class OnnxRuntimeDraftEngine:
         self._pool = CachePool(self._dims.cache, self._dims.element_type)
         vocab = graphs / bindings.DRAFT_VOCAB_FILE
         self._draft_vocab = np.load(vocab, allow_pickle=False) if vocab.exists() else None
-        blocks = self._dims.limits.max_slots * self.gamma
+        blocks = self._dims.limits.max_requests * self.gamma
         self._draft_ids = np.empty(blocks, np.int64)
         self._draft_logits = np.empty(blocks * self._dims.vocab_size, np.float32)
         self._confidence_logits = np.empty(blocks, np.float32)
@@ -140,7 +142,7 @@ class OnnxRuntimeDraftEngine:
             first_row, num_rows = group.first_row, group.num_rows
         else:
             inputs[bindings.ROWS] = np.repeat(rows, query)
-            first_row, num_rows = 0, self.limits.max_slots
+            first_row, num_rows = 0, self.limits.max_requests
         self._ingest.run(
             (first_row, num_rows), lambda: self._caches(first_row, num_rows, [bindings.cache_output]), inputs, {}
         )

@@ -48,7 +48,7 @@ class FrontEnd:
     async def chat(self, body: dict[str, Any]) -> tuple[ChatRequest, list[Prompt], Format]:
         request = read_request(ChatRequest, body, self.settings.model_name)
         prompt = await chat_prompt(request, self.models)
-        return request, [prompt], ChatFormat(self.decode, request.wants_log_probs)
+        return request, [prompt], ChatFormat(self.decode, request.num_log_probs)
 
     async def completion(self, body: dict[str, Any]) -> tuple[CompletionRequest, list[Prompt], Format]:
         request = read_request(CompletionRequest, body, self.settings.model_name)
@@ -56,7 +56,7 @@ class FrontEnd:
         prompts = [await completion_prompt(prompt, request, self.models, max_seq_len) for prompt in given]
         texts = [prompt if isinstance(prompt, str) else self.decode(prompt) for prompt in given]
         echoed = [text if request.echo else "" for text in texts for _ in range(request.n)]
-        return request, prompts, CompletionFormat(self.decode, request.wants_log_probs, echoed)
+        return request, prompts, CompletionFormat(self.decode, request.num_log_probs, echoed)
 
     async def answer(self, http: Request, read: Callable[..., Any]) -> Response:
         """Answer a request of either kind; `read` is `chat` or `completion`."""

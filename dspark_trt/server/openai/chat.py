@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +15,7 @@ _UNFINISHED = "�"  # in the text of a token that ends or begins within a chara
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
     decode: Decode  # of token ids, special tokens included
-    with_log_probs: bool
+    num_log_probs: int | None  # alternatives to each token; None: no log probabilities
 
     id_prefix: ClassVar[str] = "chatcmpl"
     whole_object: ClassVar[str] = "chat.completion"
@@ -24,7 +23,7 @@ class ChatFormat:
 
     def whole(self, index: int, tally: Tally) -> dict[str, Any]:
         message = {"role": "assistant", "content": tally.text, "refusal": None}
-        log_probs = self._log_probs(tally.token_ids, tally.log_probs)
+        log_probs = self._log_probs(tally)
         return {"index": index, "message": message, "logprobs": log_probs, "finish_reason": tally.finish_reason}
 
     def opening(self, index: int) -> dict[str, Any] | None:
@@ -32,21 +31,25 @@ class ChatFormat:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def delta(self, index: int, piece: Piece, num_characters: int) -> dict[str, Any] | None:
-        log_probs = self._log_probs(piece.token_ids, piece.log_probs)
+        log_probs = self._log_probs(piece)
         if not (piece.text or piece.finish_reason or log_probs):
             return None
         delta = {"content": piece.text} if piece.text else {}
         return {"index": index, "delta": delta, "logprobs": log_probs, "finish_reason": piece.finish_reason or None}
 
-    def _log_probs(self, token_ids: Sequence[int], log_probs: Sequence[float]) -> dict[str, Any] | None:
-        if not self.with_log_probs:
+    def _log_probs(self, made: Piece | Tally) -> dict[str, Any] | None:
+        if self.num_log_probs is None:
             return None
-        tokens = [self.decode([token_id]) for token_id in token_ids]
+        alternatives = made.top_log_probs or [()] * len(made.token_ids)
         content = [
-            {"token": token, "logprob": log_prob, "bytes": _bytes(token), "top_logprobs": []}
-            for token, log_prob in zip(tokens, log_probs, strict=True)
+            {**self._token(token_id, log_prob), "top_logprobs": [self._token(*each) for each in others]}
+            for token_id, log_prob, others in zip(made.token_ids, made.log_probs, alternatives, strict=True)
         ]
         return {"content": content, "refusal": None}
+
+    def _token(self, token_id: int, log_prob: float) -> dict[str, Any]:
+        token = self.decode([token_id])
+        return {"token": token, "logprob": log_prob, "bytes": _bytes(token)}
 
 
 def _bytes(token: str) -> list[int] | None:

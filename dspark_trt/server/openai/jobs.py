@@ -51,7 +51,7 @@ class Job:
 
     tensors: dict[str, NDArray[Any]]  # of the engine model
     request_id: str
-    with_log_probs: bool
+    num_log_probs: int | None  # alternatives to each token; None: no log probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,9 @@ def make_jobs(request: ChatRequest | CompletionRequest, prompts: list[Prompt], s
             tensors = {**_tensors(own), **prompt.tensors}
             if request.stop_token_ids:
                 tensors["stop_words_list"] = pack_sequences((token_id,) for token_id in request.stop_token_ids)
-            jobs.append(Job(tensors, secrets.token_hex(16), request.wants_log_probs))
+            if request.num_log_probs:
+                tensors["num_top_log_probs"] = np.array([[request.num_log_probs]], np.int32)
+            jobs.append(Job(tensors, secrets.token_hex(16), request.num_log_probs))
     return jobs
 
 
@@ -134,7 +136,7 @@ def _engine_fields(request: ChatRequest | CompletionRequest, settings: FrontEndS
         "stop_words": list(request.stop_words) or None,
         "logit_bias": None if request.logit_bias is None else json.dumps(request.logit_bias),
         "end_id": _END_ID_OFF if request.ignore_eos else None,
-        "return_log_probs": request.wants_log_probs or None,
+        "return_log_probs": None if request.num_log_probs is None else True,
     }
     for name, value in fields.items():
         if isinstance(value, int) and not isinstance(value, bool) and abs(value) > MAX_INT32:

@@ -98,7 +98,7 @@ def describe(first: Reading, last: Reading) -> dict[str, Any]:
         "window_s": round(seconds, 1),
         "running": last.samples.get("dspark_requests_running"),
         "waiting": last.samples.get("dspark_requests_waiting"),
-        "slots": last.samples.get("dspark_slots"),
+        "rows": last.samples.get("dspark_max_requests"),
         "kv_used": last.samples.get("dspark_kv_used_ratio"),
         "tokens_per_s": tokens / seconds if seconds else None,
         "steps_per_s": grown("dspark_steps_total") / seconds if seconds else None,

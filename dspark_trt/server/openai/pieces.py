@@ -10,7 +10,7 @@ from typing import Any
 
 from dspark_trt.server.openai.errors import timed_out
 from dspark_trt.server.openai.jobs import Job
-from dspark_trt.server.openai.triton import Models, Piece
+from dspark_trt.server.openai.triton import Alternatives, Models, Piece
 
 _MAX_UNREAD = 64  # pieces held for a client that reads slowly; then its requests wait
 
@@ -23,7 +23,7 @@ async def run(models: Models, jobs: Sequence[Job], timeout_s: float) -> AsyncGen
     pieces: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(_MAX_UNREAD)
 
     async def follow(index: int, job: Job) -> None:
-        stream = models.generate(job.tensors, job.request_id, with_log_probs=job.with_log_probs)
+        stream = models.generate(job.tensors, job.request_id, num_log_probs=job.num_log_probs)
         try:
             async with contextlib.aclosing(stream):
                 async for piece in stream:
@@ -64,6 +64,7 @@ class Tally:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    top_log_probs: list[Alternatives] = field(default_factory=list)
     finish_reason: str = ""
     _tokens_of_steps: list[int] = field(default_factory=list)
     _last: Piece | None = None
@@ -72,6 +73,7 @@ class Tally:
         self.text += piece.text
         self.token_ids += piece.token_ids
         self.log_probs += piece.log_probs
+        self.top_log_probs += piece.top_log_probs
         self.finish_reason = piece.finish_reason
         self._tokens_of_steps.append(len(piece.token_ids))
         self._last = piece

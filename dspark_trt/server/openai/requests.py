@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from dspark_trt.runtime.request import MAX_LOG_PROBS
 from dspark_trt.server.openai.settings import MAX_CHOICES
 from dspark_trt.serving.limits import (
     MAX_BAD_WORD_CHARACTERS,
@@ -37,6 +38,7 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 StopWord = Annotated[str, Field(max_length=MAX_STOP_WORD_CHARACTERS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
+NumAlternatives = Annotated[int, Field(ge=0, le=MAX_LOG_PROBS)]
 Count = Annotated[int, Field(ge=0, le=MAX_INT32)]
 
 
@@ -120,7 +122,7 @@ class ChatRequest(GenerationFields):
     messages: list[dict[str, Any]]
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_INT32)] | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: NumAlternatives | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     response_format: ResponseFormat | None = None
@@ -141,10 +143,11 @@ class ChatRequest(GenerationFields):
             raise ValueError("expected the type text; others need guided decoding, which is not supported")
         return value
 
-    @field_validator("top_logprobs")
-    @classmethod
-    def _no_alternatives(cls, value: int | None) -> int | None:
-        return _refuse_alternatives(value)
+    @model_validator(mode="after")
+    def _alternatives_come_with_log_probs(self) -> ChatRequest:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: expected with logprobs = true only")
+        return self
 
     @property
     def limit(self) -> int:
@@ -152,13 +155,14 @@ class ChatRequest(GenerationFields):
         return self.max_completion_tokens or self.max_tokens or MAX_INT32
 
     @property
-    def wants_log_probs(self) -> bool:
-        return bool(self.logprobs)
+    def num_log_probs(self) -> int | None:
+        """Alternatives to each token; None: no log probabilities."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(GenerationFields):
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    logprobs: int | None = None
+    logprobs: NumAlternatives | None = None
     echo: bool = False
     best_of: int | None = None
     suffix: None = None  # only its absence is known
@@ -178,11 +182,6 @@ class CompletionRequest(GenerationFields):
             raise ValueError("the prompt is empty; send some text")
         return prompt
 
-    @field_validator("logprobs")
-    @classmethod
-    def _no_alternatives(cls, value: int | None) -> int | None:
-        return _refuse_alternatives(value)
-
     @model_validator(mode="after")
     def _counts_fit(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
@@ -191,7 +190,7 @@ class CompletionRequest(GenerationFields):
             raise ValueError(
                 f"n: expected at most {MAX_CHOICES} answers in one request, found {len(self.prompts)} x {self.n}"
             )
-        if self.echo and self.wants_log_probs:
+        if self.echo and self.logprobs is not None:
             raise ValueError("echo: expected without logprobs; those of a prompt are not computed")
         return self
 
@@ -208,11 +207,6 @@ class CompletionRequest(GenerationFields):
         return self.max_tokens or _DEFAULT_COMPLETION_TOKENS
 
     @property
-    def wants_log_probs(self) -> bool:
-        return self.logprobs is not None
-
-
-def _refuse_alternatives(value: int | None) -> int | None:
-    if value:
-        raise ValueError(f"expected 0, found {value}: alternatives to the chosen token are not served")
-    return value
+    def num_log_probs(self) -> int | None:
+        """Alternatives to each token; None: no log probabilities."""
+        return self.logprobs

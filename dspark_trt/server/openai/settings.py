@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from dspark_trt.building.finished import read_finished
-from dspark_trt.checkpoints.spec_json import drafter_spec_from_json
+from dspark_trt.building.finished import read_finished, read_gamma
 from dspark_trt.errors import RecipeError
 from dspark_trt.serving.limits import MAX_JSON_BYTES, max_prompt_bytes
 
@@ -102,7 +100,7 @@ def make_settings(
         engine_model_name=summary.recipe.engine_model_name,
         tokenizer_folder=checkpoints / "tokenizer",
         max_seq_len=int(stages["graphs"].settings["limits"]["max_seq_len"]),
-        gamma=drafter_spec_from_json(json.loads((checkpoints / "drafter.json").read_text())).gamma,
+        gamma=read_gamma(checkpoints / "drafter.json"),
         api_keys=() if options.api_key_file is None else read_api_keys(options.api_key_file),
         tls_certificate=options.tls_certificate,
         tls_key=options.tls_key,

@@ -48,6 +48,7 @@ _PROBE_INTERVAL_S = 1.0
 _STOP_TIMEOUT_S = 10.0
 
 Tensors = Mapping[str, NDArray[Any]]
+Alternatives = tuple[tuple[int, float], ...]  # token id and log probability, most probable first
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,7 @@ class Piece:
     token_ids: tuple[int, ...]
     text: str
     log_probs: tuple[float, ...]
+    top_log_probs: tuple[Alternatives, ...]  # of each token, where they were asked for
     finish_reason: str  # empty before the last piece, as the following are 0
     num_steps: int
     num_drafts_verified: int
@@ -85,12 +87,15 @@ class Models:
             code = getattr(grpc.StatusCode, str(error.status()).removeprefix("StatusCode."), grpc.StatusCode.UNKNOWN)
             raise of_engine(code, error.message() or "") from None
 
-    async def generate(self, tensors: Tensors, request_id: str, *, with_log_probs: bool) -> AsyncGenerator[Piece, None]:
+    async def generate(
+        self, tensors: Tensors, request_id: str, *, num_log_probs: int | None
+    ) -> AsyncGenerator[Piece, None]:
         """The pieces of one sequence. A caller that closes the iterator early ends the request in the engine too.
 
         `request_id` must be unguessable: it names the request to be stopped. Raises ApiError.
         """
-        outputs = (*_OUTPUTS, "output_log_probs") if with_log_probs else _OUTPUTS
+        of_tokens = () if num_log_probs is None else ("output_log_probs",)
+        outputs = (*_OUTPUTS, *of_tokens, *(("top_token_ids", "top_log_probs") if num_log_probs else ()))
         handle: int | None = None
         is_over = False
         stream = self.stream(self._engine, tensors, outputs=outputs, request_id=request_id)
@@ -99,7 +104,7 @@ class Models:
                 async for result in stream:
                     if handle is None:
                         handle = int(result.as_numpy("handle").item())
-                    piece = _piece(result, with_log_probs=with_log_probs)
+                    piece = _piece(result, num_log_probs)
                     is_over = bool(piece.finish_reason)
                     yield piece
             if not is_over:
@@ -176,7 +181,7 @@ def _input(name: str, array: NDArray[Any]) -> triton.InferInput:
     return made
 
 
-def _piece(result: triton.InferResult, *, with_log_probs: bool) -> Piece:
+def _piece(result: triton.InferResult, num_log_probs: int | None) -> Piece:
     finish_reason = result.as_numpy("finish_reason").item().decode()
 
     def at_the_end(name: str) -> int:
@@ -185,9 +190,15 @@ def _piece(result: triton.InferResult, *, with_log_probs: bool) -> Piece:
     return Piece(
         token_ids=tuple(result.as_numpy("output_ids").ravel().tolist()),
         text=result.as_numpy("text").item().decode(),
-        log_probs=tuple(result.as_numpy("output_log_probs").ravel().tolist()) if with_log_probs else (),
+        log_probs=() if num_log_probs is None else tuple(result.as_numpy("output_log_probs").ravel().tolist()),
+        top_log_probs=_alternatives(result) if num_log_probs else (),
         finish_reason=finish_reason,
         num_steps=at_the_end("num_steps"),
         num_drafts_verified=at_the_end("total_draft_tokens"),
         num_drafts_accepted=at_the_end("total_accepted_draft_tokens"),
     )
+
+
+def _alternatives(result: triton.InferResult) -> tuple[Alternatives, ...]:
+    ids, log_probs = (result.as_numpy(name)[0].tolist() for name in ("top_token_ids", "top_log_probs"))
+    return tuple(tuple(zip(*of_token, strict=True)) for of_token in zip(ids, log_probs, strict=True))

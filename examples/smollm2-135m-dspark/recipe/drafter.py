@@ -36,11 +36,11 @@ class Drafter(nn.Module):
         """Raises CheckpointError for a form of drafter that this recipe does not train."""
         super().__init__()
         is_known = spec.markov_head_type == "vanilla" and spec.markov_rank and spec.is_confidence_with_markov
-        if not is_known or not spec.has_confidence_bias or spec.has_own_embedding or spec.has_own_head:
+        is_plain = spec.is_plain_attention and not spec.is_mask_first
+        if not is_known or not is_plain or not spec.has_confidence_bias or spec.has_own_embedding or spec.has_own_head:
             raise CheckpointError(
-                "the recipe trains drafters with a vanilla Markov head, a confidence head with Markov input and "
-                "bias, and "
-                f"the target's own embedding and head; found {spec}"
+                "the recipe trains anchor-first drafters with a vanilla Markov head, a confidence head with Markov "
+                f"input and bias, full attention, and the target's own embedding and head; found {spec}"
             )
         decoder, width = spec.decoder, spec.decoder.hidden_size
         self.spec = spec

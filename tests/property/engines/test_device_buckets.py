@@ -20,7 +20,7 @@ from dspark_trt.errors import CapacityError
 from tests.support.profile_choice import chosen_profile
 
 GAMMA = 4
-LIMITS = EngineLimits(max_slots=13, max_seq_len=200, max_batch_tokens=90)
+LIMITS = EngineLimits(max_requests=13, max_seq_len=200, max_batch_tokens=90)
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000))
@@ -66,7 +66,7 @@ class Step:
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
     """Any target batch within the limits, drafts selected on the device or not."""
-    rows = draw(st.lists(st.integers(0, LIMITS.max_slots - 1), min_size=1, max_size=8, unique=True))
+    rows = draw(st.lists(st.integers(0, LIMITS.max_requests - 1), min_size=1, max_size=8, unique=True))
     num_decode = draw(st.integers(0, len(rows)))
     is_fused = num_decode > 0 and draw(st.booleans())
     longest = 1 if is_fused or draw(st.booleans()) else GAMMA + 1
@@ -98,13 +98,13 @@ def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(step: Step) 
         shape, arrays = call.shape, call.arrays
         assert call.num_tokens <= shape.num_tokens <= LIMITS.max_batch_tokens
         assert call.num_logits <= shape.num_logits
-        assert shape.decode[0] <= LIMITS.max_slots
+        assert shape.decode[0] <= LIMITS.max_requests
         assert shape.decode[1] in (1, GAMMA + 1)
         selected = step.num_decode_tokens if step.num_selected is not None and at == 0 else 0
         if not arrays:
             assert selected == call.num_tokens, "only the selection needs nothing of the host"
             continue
-        padded_index_of = dict(enumerate(arrays[bindings.OUTPUT_SLOTS][: call.num_tokens]))
+        padded_index_of = dict(enumerate(arrays[bindings.PADDED_INDICES][: call.num_tokens]))
         found: dict[int, tuple[int, int]] = {}
         idle_rows: list[int] = []
         groups = [bindings.DECODE] if shape.prefill is None else list(bindings.TARGET_GROUPS)
@@ -130,7 +130,7 @@ def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(step: Step) 
             row, position = found[token]
             assert arrays[bindings.POSITIONS][token] == position
             seen.append((row, position, int(arrays[bindings.TOKEN_IDS][token])))
-        for name in (bindings.TOKEN_IDS, bindings.POSITIONS, bindings.OUTPUT_SLOTS):
+        for name in (bindings.TOKEN_IDS, bindings.POSITIONS, bindings.PADDED_INDICES):
             assert not arrays[name][call.num_tokens :].any(), "padding tokens are token 0 at position 0, padded index 0"
         if shape.prefill is not None:
             assert shape.prefill[0] * shape.prefill[1] <= LIMITS.max_batch_tokens

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from dspark_trt.errors import CapacityError
 from dspark_trt.runtime.kv import CacheLengths
-from dspark_trt.runtime.slots import NO_ROW, Slots
+from dspark_trt.runtime.rows import NO_ROW, Rows
 
 NUM_ROWS, CAPACITY = 4, 12
 
@@ -34,25 +34,25 @@ class Sequence:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """A memory of ints is written and moved as an engine would, guided by CacheLengths and Slots alone."""
+    """A memory of ints is written and moved as an engine would, guided by CacheLengths and Rows alone."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cache = CacheLengths(num_rows=NUM_ROWS, capacity=CAPACITY)
-        self.slots: Slots[Sequence] = Slots(NUM_ROWS)
+        self.rows: Rows[Sequence] = Rows(NUM_ROWS)
         self.memory = np.zeros((NUM_ROWS, CAPACITY), dtype=np.int64)
         self.num_moves = self.num_departures = self.counter = 0
 
-    @precondition(lambda self: self.slots.num_free > 0)
+    @precondition(lambda self: self.rows.num_free > 0)
     @rule()
     def join(self) -> None:
-        self.slots.occupy(Sequence(self.counter))
+        self.rows.occupy(Sequence(self.counter))
         self.counter += 1
 
-    @precondition(lambda self: self.slots.occupants)
+    @precondition(lambda self: self.rows.occupants)
     @rule(data=st.data(), length=st.integers(1, 6))
     def call(self, data: Any, length: int) -> None:
-        sequence = data.draw(st.sampled_from(self.slots.occupants))
+        sequence = data.draw(st.sampled_from(self.rows.occupants))
         row, past = sequence.row, len(sequence.tokens)
         if past + length > CAPACITY:
             with pytest.raises(CapacityError):
@@ -70,12 +70,12 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache.commit(row, 0)
         sequence.tokens += written[:num_accepted]
 
-    @precondition(lambda self: self.slots.occupants)
+    @precondition(lambda self: self.rows.occupants)
     @rule(data=st.data())
     def depart(self, data: Any) -> None:
-        sequence = data.draw(st.sampled_from(self.slots.occupants))
+        sequence = data.draw(st.sampled_from(self.rows.occupants))
         self.cache.clear(sequence.row)
-        move = self.slots.release(sequence)
+        move = self.rows.release(sequence)
         self.num_departures += 1
         if move is not None:
             self.num_moves += 1
@@ -86,9 +86,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_row_holds_the_tokens_of_its_request(self) -> None:
-        self.slots.check_integrity()
-        self.cache.check_integrity(len(self.slots.occupants))
-        for sequence in self.slots.occupants:
+        self.rows.check_integrity()
+        self.cache.check_integrity(len(self.rows.occupants))
+        for sequence in self.rows.occupants:
             length = int(self.cache.committed[sequence.row])
             assert self.memory[sequence.row, :length].tolist() == sequence.tokens
         assert self.num_moves <= self.num_departures

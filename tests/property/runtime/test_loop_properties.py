@@ -50,9 +50,9 @@ def plain(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
 @settings(max_examples=80, derandomize=True, deadline=None)
 @given(data=st.data(), config=st.sampled_from(CONFIGS), table=st.sampled_from([FLAT, MODERATE, STAIRS, STEEP]))
 def test_every_request_ends_with_the_targets_own_output(data: Any, config: SchedulerConfig, table: Any) -> None:
-    max_slots = data.draw(st.integers(1, 4))
-    max_batch_tokens = max_slots + data.draw(st.sampled_from([0, 1, 5, 40]))
-    limits = EngineLimits(max_slots=max_slots, max_seq_len=24, max_batch_tokens=max_batch_tokens)
+    max_requests = data.draw(st.integers(1, 4))
+    max_batch_tokens = max_requests + data.draw(st.sampled_from([0, 1, 5, 40]))
+    limits = EngineLimits(max_requests=max_requests, max_seq_len=24, max_batch_tokens=max_batch_tokens)
     engines: dict[str, Any] = {
         "target": ToyTarget(LANGUAGE, limits),
         "drafter": ToyDrafter(

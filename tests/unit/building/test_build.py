@@ -25,7 +25,7 @@ from dspark_trt.deployment import load_deployment
 from dspark_trt.errors import CheckpointError, ExportError, ManifestError, RecipeError
 from tests.support.factories import write_drafter, write_target
 
-LIMITS = {"max_slots": 2, "max_seq_len": 64, "max_batch_tokens": 32}
+LIMITS = {"max_requests": 2, "max_seq_len": 64, "max_batch_tokens": 32}
 PLAIN_FORM: dict[str, Any] = {"draft_vocab": "all", "drafter_precision": "fp32", "markov_top_n": 0}  # nothing to choose
 
 
@@ -206,6 +206,25 @@ def test_drafts_of_a_restricted_head_come_from_the_largest_logits_and_from_an_en
     batch = DraftBatch(rows, anchor_ids=rows + 7, past_lengths=rows, temperatures=rows, uniforms=uniforms)
     logits = drafter.draft(batch).draft_logits
     assert (logits > EXCLUDED_LOGIT).sum(axis=-1).tolist() == [[5] * drafter.gamma] * 2
+
+
+def test_smallest_rows_and_a_draft_vocabulary_of_one_id_build_and_draft(recipe: BuildRecipe, tmp_path: Path) -> None:
+    """Rows of 16 positions hold no context of 128 to time; of one logit there is no second to take a margin from."""
+    drafter = write_drafter(tmp_path / "drafter", Path(recipe.target), gamma=13, confidence=False)
+    small = {"drafter": str(drafter), "draft_vocab": 1, "max_seq_len": 16, "max_batch_tokens": 64, "max_requests": 4}
+    build(recipe.model_copy(update=small), tmp_path / "build")
+    deployment = load_deployment(tmp_path / "build")
+    block = deployment.drafter.draft(
+        DraftBatch(
+            rows=np.array([0]),
+            anchor_ids=np.array([5]),
+            past_lengths=np.array([0]),
+            temperatures=np.ones(1, np.float32),
+            uniforms=np.full((1, 13), 0.5, np.float32),
+        )
+    )
+    assert len(set(block.draft_ids.ravel().tolist())) == 1
+    np.testing.assert_array_equal(block.confidence_logits, np.asarray(block.draft_logits)[..., 0])
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ class TimedDrafter:
     """Takes as long as its form is said to take."""
 
     gamma = 7
-    limits = SimpleNamespace(max_slots=8, max_seq_len=96, max_batch_tokens=64)
+    limits = SimpleNamespace(max_requests=8, max_seq_len=96, max_batch_tokens=64)
 
     def __init__(self, ms: float) -> None:
         self._ms = ms

@@ -21,7 +21,7 @@ from dspark_trt.engines.settings import EngineSettings, GpuIdentity
 from tests.support.cuda_driver.build import build_driver, open_first
 from tests.support.factories import write_drafter, write_target
 
-LIMITS = ["--max-slots", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
+LIMITS = ["--max-requests", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
 NO_TENSORRT = "import sys; sys.modules['tensorrt'] = None; "
 
 

@@ -88,7 +88,7 @@ def test_ctrl_c_ends_the_compiler_and_leaves_no_engines(tmp_path: Path) -> None:
     an exception that a signal raises there is printed and forgotten."""
     target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(tmp_path / "drafter", target)
-    pair = ["--target", str(target), "--drafter", str(drafter), "--max-slots", "2", "--max-seq-len", "64"]
+    pair = ["--target", str(target), "--drafter", str(drafter), "--max-requests", "2", "--max-seq-len", "64"]
     backend = ["--backend", "tensorrt_rtx", "--compute-capability", "89"]
     command = ["build", *pair, *backend, "--max-batch-tokens", "32", "--output", str(tmp_path / "out")]
     code = f"""

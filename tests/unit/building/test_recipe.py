@@ -15,19 +15,19 @@ PAIR = {"target": "t", "drafter": "d"}
 
 def test_options_win_over_the_file(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text("target: t\ndrafter: d\nmax_slots: 8\nprecision: int8\n")
-    recipe = load_recipe(path, {"max_slots": 4, "precision": None})
-    assert (recipe.max_slots, recipe.precision) == (4, "int8")
+    path.write_text("target: t\ndrafter: d\nmax_requests: 8\nprecision: int8\n")
+    recipe = load_recipe(path, {"max_requests": 4, "precision": None})
+    assert (recipe.max_requests, recipe.precision) == (4, "int8")
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"drafter": "d"}, "target: Field required"),
-        (PAIR | {"max_slot": 4}, r"max_slot: .*known keys: .*max_slots"),
+        (PAIR | {"max_request": 4}, r"max_request: .*known keys: .*max_requests"),
         (PAIR | {"precision": "fp64"}, r"precision: .*'fp32', 'int8', 'int4', 'bf16' or 'fp16'.*found 'fp64'"),
-        (PAIR | {"max_slots": 0}, r"max_slots: .*greater than or equal to 1.*found 0"),
-        (PAIR | {"max_slots": True}, r"^max_slots: expected no truth value, found True$"),
+        (PAIR | {"max_requests": 0}, r"max_requests: .*greater than or equal to 1.*found 0"),
+        (PAIR | {"max_requests": True}, r"^max_requests: expected no truth value, found True$"),
         (PAIR | {"markov_top_n": True}, r"^markov_top_n: expected no truth value, found True$"),
         (PAIR | {"compute_capabilities": [True]}, r"^compute_capabilities: expected no truth value, found \[True\]$"),
         (
@@ -56,8 +56,8 @@ def test_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_step_must_hold_one_token_of_every_request() -> None:
-    with pytest.raises(RecipeError, match="max_batch_tokens 16 is below max_slots 32"):
-        resolve(BuildRecipe(**PAIR, max_slots=32, max_batch_tokens=16))
+    with pytest.raises(RecipeError, match="max_batch_tokens 16 is below max_requests 32"):
+        resolve(BuildRecipe(**PAIR, max_requests=32, max_batch_tokens=16))
 
 
 def test_no_auto_after_resolving() -> None:

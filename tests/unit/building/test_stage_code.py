@@ -19,7 +19,7 @@ from dspark_trt.machine.gpu import Gpu
 from tests.support.factories import write_target
 
 REPOSITORY = Path(__file__).parents[3]
-LIMITS = {"max_slots": 2, "max_seq_len": 64, "max_batch_tokens": 32}
+LIMITS = {"max_requests": 2, "max_seq_len": 64, "max_batch_tokens": 32}
 BEFORE_CALIBRATION = ("checkpoints", "graphs", "engines", "steptable")
 
 

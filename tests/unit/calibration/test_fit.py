@@ -70,6 +70,15 @@ def test_a_regime_without_blocks_takes_the_lines_of_the_other() -> None:
     assert found.sampled == found.greedy != Calibration.from_temperatures([1.0] * 3).greedy
 
 
+def test_two_regimes_with_too_few_blocks_each_are_fitted_together() -> None:
+    """Once both stayed neutral and were called fitted."""
+    recording = blocks(MIN_BLOCKS + 100)
+    found = fit(recording)
+    assert found.sampled == found.greedy != Calibration.from_temperatures([1.0] * 3).greedy
+    confidence = found.confidence(recording.confidence_logits, recording.is_greedy)
+    assert confidence[:, 0].mean() == pytest.approx(recording.acceptance[:, 0].mean(), abs=0.01)
+
+
 def test_a_slot_that_nothing_reaches_stays_near_neutral() -> None:
     recording = blocks(4000)
     recording.acceptance[:, 0] = 0.0
@@ -84,6 +93,8 @@ def test_slot_that_too_few_blocks_reach_stays_neutral_and_the_others_are_fitted(
     found = fit(recording)
     assert (found.greedy.slopes[2], found.greedy.offsets[2]) == (1.0, 0.0)
     assert found.greedy.slopes[0] != 1.0
+    temperatures = fit_temperatures(recording)
+    assert temperatures[2] == 1.0 != temperatures[0]
     before = recording.acceptance[:, 0] * recording.acceptance[:, 1]
     np.testing.assert_allclose(reaching(recording), [4000, recording.acceptance[:, 0].sum(), before.sum()])
 

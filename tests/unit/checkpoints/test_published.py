@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, refuse_unsupported
-from dspark_trt.checkpoints.drafter import DrafterConfig
-from dspark_trt.checkpoints.drafter_format import refuse_other_formats
+from dspark_trt.checkpoints.drafters.formats import read_description
 from dspark_trt.checkpoints.spec import RopeSpec
 
 QWEN3_8B: dict[str, Any] = {
@@ -115,6 +114,17 @@ DSPARK_QWEN3_8B = (
 )
 DFLASH_QWEN3_8B = QWEN3_8B | DRAFTER_KEYS | {"markov_rank": 0, "enable_confidence_head": False}
 
+ZLAB_DFLASH_QWEN3_8B = QWEN3_8B | {
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "layer_types": ["full_attention"] * 5,
+    "max_window_layers": 5,
+    "num_hidden_layers": 5,
+    "num_target_layers": 36,
+}
+
 
 @pytest.mark.parametrize(
     ("values", "heads", "rope"),
@@ -143,10 +153,13 @@ def test_published_target_is_accepted(values: dict, heads: tuple[int, ...], rope
     assert spec.rope == rope
 
 
-@pytest.mark.parametrize("values", [DSPARK_QWEN3_8B, DFLASH_QWEN3_8B], ids=["dspark", "dflash"])
-def test_published_drafter_is_accepted(values: dict) -> None:
-    refuse_other_formats(values, "config.json")
-    refuse_unsupported(values, "config.json", is_causal=False)
-    config = parse(DrafterConfig, values, "config.json")
-    assert (config.block_size, config.mask_token_id, config.num_target_layers) == (7, 151669, 36)
-    assert decoder_spec(config, "qwen3", "config.json").num_layers == 5
+@pytest.mark.parametrize(
+    ("values", "gamma", "is_mask_first"),
+    [(DSPARK_QWEN3_8B, 7, False), (DFLASH_QWEN3_8B, 7, False), (ZLAB_DFLASH_QWEN3_8B, 15, True)],
+    ids=["dspark", "dflash", "z-lab dflash"],
+)
+def test_published_drafter_is_accepted(values: dict, gamma: int, is_mask_first: bool) -> None:
+    spec = read_description(values, "config.json").spec
+    assert (spec.gamma, spec.mask_token_id, spec.num_target_layers) == (gamma, 151669, 36)
+    assert (spec.is_mask_first, spec.target_layer_ids) == (is_mask_first, (1, 9, 17, 25, 33))
+    assert spec.decoder.num_layers == 5

@@ -16,6 +16,6 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(folder / "drafter", target)
-    limits = {"max_slots": 4, "max_seq_len": 64, "max_batch_tokens": 64}
+    limits = {"max_requests": 4, "max_seq_len": 64, "max_batch_tokens": 64}
     build(BuildRecipe(target=str(target), drafter=str(drafter), **limits), folder / "out")
     return folder / "out"

@@ -14,11 +14,13 @@ from typer.testing import CliRunner, Result
 from dspark_trt.building.build import build
 from dspark_trt.building.finished import check_servable, read_finished
 from dspark_trt.building.manifest import MANIFEST_NAME
+from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.calibration.file import load_calibration
 from dspark_trt.cli import app
 from dspark_trt.commands.calibration_report import COLUMNS, write_report
 from dspark_trt.deployment import load_deployment
 from dspark_trt.errors import RecipeError
+from tests.support.factories import write_drafter, write_target
 
 CALIBRATION = Path("calibration") / "calibration.json"
 
@@ -107,9 +109,9 @@ def test_table_has_a_line_a_position_with_errors_and_their_intervals(calibrated:
 def test_too_few_prompts_leave_the_build_neutral_and_the_table_says_so(copied: Path, tmp_path: Path) -> None:
     few = tmp_path / "few.jsonl"
     few.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("a", "bc", "d", "e")))
-    printed = calibrate(copied, "--prompts", str(few), "--max-tokens", "4").stdout
+    printed = calibrate(copied, "--prompts", str(few), "--max-tokens", "16").stdout
     assert "neutral: too few blocks, expected at least 400 to fit and 100 held out" in printed
-    assert "of 4 prompts" in printed
+    assert "of 3 prompts" in printed
     assert load_calibration(copied / CALIBRATION).kind == "neutral"
 
 
@@ -118,6 +120,16 @@ def test_imported_temperatures_are_what_a_server_divides_by(copied: Path, tmp_pa
     printed = calibrate(copied, "--import", str(write_temperatures(tmp_path / "sts.json", gamma))).stdout
     assert "imported from sts.json" in printed
     assert load_deployment(copied).calibration.greedy.slopes == pytest.approx([1 / 1.5] * gamma)
+
+
+def test_import_keeps_what_the_build_measured_of_its_drafts(calibrated: Calibrated, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(calibrated.folder, tmp_path / "copy"))
+    measured = load_calibration(folder / CALIBRATION)
+    calibrate(folder, "--import", str(write_temperatures(tmp_path / "sts.json", gamma_of(folder))))
+    found = load_calibration(folder / CALIBRATION)
+    assert found.kind == "imported"
+    assert found.survival == measured.survival != ()
+    assert found.lookup == measured.lookup is not None
 
 
 @pytest.mark.parametrize(
@@ -164,5 +176,22 @@ def test_recipe_with_a_file_of_another_drafter_is_refused_before_anything_is_mad
     assert not (tmp_path / "new").exists()
 
 
-def build_stages(recipe: Any, folder: Path) -> dict[str, bool]:
+def test_drafter_without_a_confidence_head_is_calibrated_on_its_margin(prompts: list[str], tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
+    dflash = write_drafter(tmp_path / "drafter", target, markov_rank=0, confidence=False)
+    form: dict[str, Any] = {"draft_vocab": "all", "drafter_precision": "fp32", "markov_top_n": 0}  # nothing to choose
+    limits = {"max_requests": 4, "max_seq_len": 64, "max_batch_tokens": 64}
+    build(BuildRecipe(target=str(target), drafter=str(dflash), **form, **limits), tmp_path / "out")
+    printed = calibrate(tmp_path / "out", *prompts).stdout
+    found = load_calibration(tmp_path / "out" / CALIBRATION)
+    assert found.kind == "fitted"
+    before, after = found.before[0], found.after[0]
+    assert abs(after["mean_predicted"] - after["mean_observed"]) < 0.1
+    assert abs(after["mean_predicted"] - after["mean_observed"]) < abs(
+        before["mean_predicted"] - before["mean_observed"]
+    )
+    assert "% [" in printed
+
+
+def build_stages(recipe: BuildRecipe, folder: Path) -> dict[str, bool]:
     return {result.stage: result.was_built for result in build(recipe, folder)}

@@ -38,6 +38,19 @@ def test_profile_renews_the_step_table_alone_and_keeps_the_chain(copied: Path) -
     }
 
 
+def test_profile_writes_a_table_elsewhere_and_leaves_the_build_alone(output: Path, tmp_path: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    elsewhere = tmp_path / "table.json"
+    result = CliRunner().invoke(app, ["profile", str(output), "--output", str(elsewhere), "--budget", "1", "--json"])
+    assert result.exit_code == 0, result.output
+    provenance = StepTable.load(elsewhere).provenance
+    assert json.loads(result.stdout.splitlines()[-1]) == {"provenance": provenance}
+    assert {"doubts", "spread_of_repeats", "load_average", "measured_at"} <= set(provenance)
+    assert before == {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+    refused = CliRunner().invoke(app, ["profile", str(output), "--budget", "1"])
+    assert "--output" in str(refused.exception)
+
+
 def test_table_of_other_circumstances_is_said_with_the_command(
     output: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -50,13 +63,23 @@ def test_table_of_other_circumstances_is_said_with_the_command(
     assert "another" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["host", "num_threads", "versions"])
+@pytest.mark.parametrize("name", ["host", "num_threads", "backend", "versions"])
 def test_every_circumstance_counts(name: str, output: Path) -> None:
     table = StepTable.load(output / TABLE)
     recipe = read_finished(output)[0].recipe
     assert differences(table, recipe, output) == []
     odd = replace(table, provenance={**table.provenance, name: "another"})
     assert [each.split(":")[0] for each in differences(odd, recipe, output)] == [name]
+
+
+def test_every_fact_about_the_host_counts(output: Path) -> None:
+    table = StepTable.load(output / TABLE)
+    recipe = read_finished(output)[0].recipe
+    host = table.provenance["host"]
+    assert set(host) == {"cpu", "num_cores", "machine", "instructions"}
+    for name in host:
+        odd = replace(table, provenance={**table.provenance, "host": {**host, name: "another"}})
+        assert differences(odd, recipe, output)
 
 
 def test_version_of_a_package_that_does_not_run_the_engine_does_not_count(output: Path) -> None:

@@ -20,7 +20,7 @@ from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine.gpu import Gpu, NoGpu
 from tests.support.profile_choice import chosen_profile
 
-LIMITS = EngineLimits(max_slots=12, max_seq_len=512, max_batch_tokens=100)
+LIMITS = EngineLimits(max_requests=12, max_seq_len=512, max_batch_tokens=100)
 GAMMA = 7
 CACHE = CacheDims(num_layers=2, num_rows=12, num_kv_heads=2, capacity=612, head_dim=16)
 TARGET = TargetDims(LIMITS, CACHE, "standard", vocab_size=1000, hidden_size=64, num_taps=3, element_type="bfloat16")
@@ -98,7 +98,8 @@ def test_gpu_memory_is_counted() -> None:
     weights = {bindings.TARGET_GRAPH: 1 << 20, bindings.DRAFT_GRAPH: 1 << 20}
     check_memory("tensorrt", weights, TARGET, DRAFTER, device_bytes=RTX_4090.memory_bytes)
     with pytest.raises(
-        EngineBuildError, match=r"need 2\.0 GiB of GPU memory \(weights .*KV caches .*has 1\.0 GiB; lower --max-slots"
+        EngineBuildError,
+        match=r"need 2\.0 GiB of GPU memory \(weights .*KV caches .*has 1\.0 GiB; lower --max-requests",
     ):
         check_memory("tensorrt", weights, TARGET, DRAFTER, device_bytes=1 << 30)
 
@@ -143,6 +144,6 @@ def test_the_tightest_profile_serves() -> None:
     for name, extents in calls.items():
         assert profiles[chosen_profile(profiles, extents)].name == name
     with pytest.raises(
-        EngineBuildError, match=r"fits no profile .* B_decode \(13,\) \(expected \(1,\) to \(12,\)\).*--max-slots"
+        EngineBuildError, match=r"fits no profile .* B_decode \(13,\) \(expected \(1,\) to \(12,\)\).*--max-requests"
     ):
         chosen_profile(profiles, calls["decode"] | {"B_decode": 13})

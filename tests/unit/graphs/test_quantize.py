@@ -19,7 +19,7 @@ from tests.engine.test_onnxruntime_drafter import Contexts
 from tests.support.conversations import Conversations, open_pair, open_target, read_pair
 from tests.support.factories import write_drafter, write_target
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=64)
 
 
 def dequantize(blocks: NDArray[np.uint8], scales: NDArray[np.float32], bits: int, columns: int) -> NDArray[Any]:

@@ -25,7 +25,7 @@ from tests.support.conversations import read_pair
 from tests.support.factories import write_drafter, write_target
 from tests.support.prefix_select_cases import random_step
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=32)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=32)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_onnx_runtime_selects_what_the_reference_selects(graph: Path, drafter: D
 
 
 def test_limits_that_cannot_hold_a_block_are_refused(drafter: DrafterCheckpoint, tmp_path: Path) -> None:
-    limits = EngineLimits(max_slots=1, max_seq_len=64, max_batch_tokens=5)
+    limits = EngineLimits(max_requests=1, max_seq_len=64, max_batch_tokens=5)
     with pytest.raises(ExportError, match="cannot hold an anchor and its 5 drafts"):
         write_select_graph(drafter.spec, tmp_path, limits=limits, precision="bf16")
     assert list(tmp_path.iterdir()) == []

@@ -24,7 +24,7 @@ from dspark_trt.graphs.target import write_target_graph
 from tests.support.conversations import SETTINGS, read_pair
 from tests.support.factories import write_drafter, write_target
 
-LIMITS = EngineLimits(max_slots=2, max_seq_len=64, max_batch_tokens=32)
+LIMITS = EngineLimits(max_requests=2, max_seq_len=64, max_batch_tokens=32)
 BATCH = TargetBatch(np.arange(6), np.array([1]), np.array([0]), np.array([6]), 0, np.arange(6))
 
 

@@ -113,7 +113,7 @@ def test_packed_tensors_of_a_small_step() -> None:
         "token_requests": [0, 0, 0, 1, 2, 2, 2, 2],
         "token_ids": [10, 11, 12, 20, 30, 31, 31, 31],
         "positions": [100, 101, 102, 200, 300, 301, 301, 301],
-        "output_slots": [6, 7, 8, 0, 9, 10, 10, 10],
+        "padded_indices": [6, 7, 8, 0, 9, 10, 10, 10],
         "decode.tokens": [[3, 3, 3], [0, 0, 0], [0, 1, 2], [4, 5, 5]],
         "decode.past_lengths": [200, 0, 100, 300],
         "decode.query_lengths": [1, 0, 3, 2],

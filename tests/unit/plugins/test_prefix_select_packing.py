@@ -34,7 +34,7 @@ def test_packed_tensors_equal_those_that_an_engine_makes_from_the_lengths(seed: 
             found["decode.tokens"][rows][row, :length], group.tokens[row, :length], err_msg=f"row {row}"
         )
     # a token's attention output stands where the row group put its query
-    padded_indices = found["output_slots"][:num_tokens]
+    padded_indices = found["padded_indices"][:num_tokens]
     np.testing.assert_array_equal(found["decode.tokens"].reshape(-1)[padded_indices], np.arange(num_tokens))
     assert found["decode.query_lengths"].sum() == num_tokens
 
@@ -42,7 +42,7 @@ def test_packed_tensors_equal_those_that_an_engine_makes_from_the_lengths(seed: 
 def test_output_names_are_those_of_the_target_graph() -> None:
     outputs = PrefixSelectForm(GAMMA).output_names
     group = {binding.name for binding in bindings.row_group(bindings.DECODE)}
-    assert group | {bindings.TOKEN_IDS, bindings.POSITIONS, bindings.OUTPUT_SLOTS} <= set(outputs)
+    assert group | {bindings.TOKEN_IDS, bindings.POSITIONS, bindings.PADDED_INDICES} <= set(outputs)
 
 
 def test_inputs_that_the_draft_graph_has_too_are_named_as_there() -> None:

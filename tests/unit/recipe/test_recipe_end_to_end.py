@@ -159,7 +159,7 @@ def test_rows_of_the_markov_head_outside_the_draft_vocabulary_stay_as_they_are(
 def test_the_reading_pass_gives_the_targets_taps_and_distribution(folders: tuple[Path, Path], data: Path) -> None:
     checkpoint = read_target(str(folders[0]))
     drafter = read_drafter(str(folders[1]), checkpoint)
-    limits = EngineLimits(max_slots=1, max_seq_len=128, max_batch_tokens=128)
+    limits = EngineLimits(max_requests=1, max_seq_len=128, max_batch_tokens=128)
     engine, _ = open_reference_engines(checkpoint, drafter, limits=limits)
     answer = load_answers(data / "answers-00000.safetensors")[0]
     length = len(answer.ids)
@@ -186,7 +186,7 @@ def test_the_trained_module_drafts_what_the_reference_engine_drafts(
 ) -> None:
     checkpoint = read_target(str(folders[0]))
     spec = read_drafter(str(write_drafter(tmp_path, folders[0], taps=(1, 2), gamma=num_slots)), checkpoint)
-    limits = EngineLimits(max_slots=1, max_seq_len=64, max_batch_tokens=64)
+    limits = EngineLimits(max_requests=1, max_seq_len=64, max_batch_tokens=64)
     _, engine = open_reference_engines(checkpoint, spec, limits=limits)
     random, past, anchor = np.random.default_rng(0), 9, 17
     taps = random.standard_normal((past, 64), dtype=np.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from dspark_trt.checkpoints.drafter import read_drafter
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch
 from dspark_trt.reference.engines import ReferenceDraftEngine, open_reference_engines
 from tests.support.factories import write_drafter, write_target
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=96)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=96)
 HIDDEN, TAPS = 32, (-1, 1, 3)
 CASES: dict[str, dict[str, Any]] = {
     f"{head}-{'markov' if with_markov else 'plain'}-{'bias' if bias else 'no-bias'}": {
@@ -39,6 +40,14 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", "shards": 2},
     "other-heads": {"heads": 6, "kv_heads": 3, "head_dim": 10, "gamma": 7, "layers": 2},
     "yarn": {"rope": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}},
+}
+CAUSAL, NEAR, NEAR_ANCHOR = BlockAttention(True), BlockAttention(window=8), BlockAttention(True, 6, "anchor")
+BLOCK_FORMS: dict[str, dict[str, Any]] = {
+    "mask-first": {"is_mask_first": True},
+    "causal": {"block_attention": (CAUSAL,) * 3},
+    "window": {"block_attention": (NEAR,) * 3},
+    "window-from-anchor": {"block_attention": (NEAR_ANCHOR,) * 3},
+    "mixed-mask-first": {"is_mask_first": True, "block_attention": (PLAIN_ATTENTION, NEAR, NEAR_ANCHOR)},
 }
 
 
@@ -81,10 +90,10 @@ class WithoutCache:
         )
 
     def _backbone(self, context: np.ndarray, anchor: int) -> np.ndarray:
-        decoder, gamma, weights = self.spec.decoder, self.spec.gamma, self.weights
-        past = len(context)
+        decoder, weights = self.spec.decoder, self.weights
+        past, length = len(context), self.spec.gamma + self.spec.is_mask_first
         feature = self._norm(context.astype(np.float64) @ weights["fc.weight"].T, "hidden_norm.weight")
-        x = self.embedding[[anchor] + [self.spec.mask_token_id] * (gamma - 1)]
+        x = self.embedding[[anchor] + [self.spec.mask_token_id] * (length - 1)]
         for layer in range(decoder.num_layers):
             prefix = f"layers.{layer}."
             block = self._norm(x, prefix + "input_layernorm.weight")
@@ -93,18 +102,33 @@ class WithoutCache:
                 [self._heads(feature, prefix + "self_attn.k", 0), self._heads(block, prefix + "self_attn.k", past)]
             )
             values = np.concatenate([feature, block]) @ weights[prefix + "self_attn.v_proj.weight"].T
-            values = values.reshape(past + gamma, decoder.num_kv_heads, decoder.head_dim)
+            values = values.reshape(past + length, decoder.num_kv_heads, decoder.head_dim)
             attended = np.empty_like(queries)
             for head in range(decoder.num_heads):
                 shared = head // (decoder.num_heads // decoder.num_kv_heads)
                 mix = np.exp(queries[:, head] @ keys[:, shared].T / np.sqrt(decoder.head_dim))
+                mix *= self._is_seen(self.spec.attention_of(layer), past, length)
                 attended[:, head] = mix @ values[:, shared] / mix.sum(axis=1, keepdims=True)
-            x = x + attended.reshape(gamma, -1) @ weights[prefix + "self_attn.o_proj.weight"].T
+            x = x + attended.reshape(length, -1) @ weights[prefix + "self_attn.o_proj.weight"].T
             normed = self._norm(x, prefix + "post_attention_layernorm.weight")
             gate = normed @ weights[prefix + "mlp.gate_proj.weight"].T
             up = normed @ weights[prefix + "mlp.up_proj.weight"].T
             x = x + (gate / (1 + np.exp(-gate)) * up) @ weights[prefix + "mlp.down_proj.weight"].T
-        return self._norm(x, "norm.weight")
+        return self._norm(x[self.spec.is_mask_first :], "norm.weight")
+
+    @staticmethod
+    def _is_seen(attention: BlockAttention, past: int, length: int) -> np.ndarray:
+        """1 where a query of the block sees a key, one by one."""
+        seen = np.ones((length, past + length))
+        for query, key in np.ndindex(*seen.shape):
+            distance = past + query - key  # negative: the key stands behind the query
+            if attention.is_causal and distance < 0:
+                seen[query, key] = 0
+            if attention.window is not None and attention.window_from == "slot" and distance >= attention.window:
+                seen[query, key] = 0
+            if attention.window is not None and attention.window_from == "anchor" and past - key > attention.window:
+                seen[query, key] = 0
+        return seen
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + self.spec.decoder.rms_norm_eps) * self.weights[name]
@@ -139,11 +163,14 @@ class WithoutCache:
         return scale * np.exp(1j * np.arange(LIMITS.max_seq_len + 16)[:, None] * frequencies)
 
 
-def open_pair(folder: Path, tied: bool = False, **drafter: Any) -> tuple[ReferenceDraftEngine, WithoutCache]:
+def open_pair(
+    folder: Path, tied: bool = False, form: dict[str, Any] | None = None, **drafter: Any
+) -> tuple[ReferenceDraftEngine, WithoutCache]:
     target_folder = write_target(folder / "target", hidden=HIDDEN, tied=tied)
     drafter_folder = write_drafter(folder / "drafter", target_folder, taps=TAPS, **drafter)
     target = read_target(str(target_folder))
     checkpoint = read_drafter(str(drafter_folder), target)
+    checkpoint = replace(checkpoint, spec=replace(checkpoint.spec, **(form or {})))
     _, engine = open_reference_engines(target, checkpoint, limits=LIMITS)
     return engine, WithoutCache(checkpoint, target)
 
@@ -185,9 +212,9 @@ def check(expected: WithoutCache, contexts: dict[int, np.ndarray], batch: DraftB
             np.testing.assert_allclose(found.confidence_logits[index], want.confidence_logits[0], atol=1e-4)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, *BLOCK_FORMS])
 def test_equals_the_drafter_without_cache_over_steps_with_rejections(case: str, tmp_path: Path) -> None:
-    engine, expected = open_pair(tmp_path, **CASES[case])
+    engine, expected = open_pair(tmp_path, form=BLOCK_FORMS.get(case), **CASES.get(case, {}))
     random = np.random.default_rng(5)
 
     def taps(count: int) -> np.ndarray:

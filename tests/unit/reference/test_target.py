@@ -17,7 +17,7 @@ from dspark_trt.reference.engines import ReferenceTargetEngine
 from dspark_trt.reference.weights import ReferenceWeights
 from tests.support.factories import write_target
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=96)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=96)
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -44,7 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def open_engine(folder: Path, taps: tuple[int, ...] = ()) -> ReferenceTargetEngine:
     checkpoint = read_target(str(folder))
-    return ReferenceTargetEngine(checkpoint.spec, ReferenceWeights(checkpoint.weights, "cpu"), taps=taps, limits=LIMITS)
+    weights = ReferenceWeights(checkpoint.weights, "cpu")
+    return ReferenceTargetEngine(checkpoint.spec, weights, taps=taps, norm_last_tap=False, limits=LIMITS)
 
 
 def forward(engine: ReferenceTargetEngine, *segments: tuple[int, int, list[int]]) -> TargetOutput:
@@ -157,7 +158,7 @@ def test_more_than_the_limits_is_refused(tmp_path: Path) -> None:
     engine = open_engine(write_target(tmp_path / "target"))
     with pytest.raises(CapacityError, match="max_seq_len"):
         forward(engine, (0, 60, [1] * 5))
-    with pytest.raises(CapacityError, match="max_slots"):
+    with pytest.raises(CapacityError, match="max_requests"):
         forward(engine, (4, 0, [1]))
     with pytest.raises(CapacityError, match="max_batch_tokens"):
         forward(engine, (0, 0, [1] * 50), (1, 0, [1] * 50))

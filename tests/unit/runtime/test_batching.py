@@ -100,7 +100,7 @@ def test_a_request_that_joins_later_gets_what_it_would_get_alone() -> None:
 @pytest.mark.parametrize("config", [OFF, FIXED, *ADAPTIVE], ids=lambda config: config.mode)
 def test_a_batch_drains_to_the_last_request(config: SchedulerConfig) -> None:
     """D38: 64 requests of different lengths, adaptive on, until empty."""
-    limits = EngineLimits(max_slots=16, max_seq_len=128, max_batch_tokens=128)
+    limits = EngineLimits(max_requests=16, max_seq_len=128, max_batch_tokens=128)
     parts = Parts(config, limits=limits)
     parts.submit(*(request(index, prompt_of(1 + index % 9, index), max_tokens=1 + index) for index in range(64)))
     outputs = parts.finish()
@@ -113,7 +113,7 @@ def test_a_batch_drains_to_the_last_request(config: SchedulerConfig) -> None:
 def test_any_number_of_verification_rows_in_one_call(num_rows: int) -> None:
     """D41: counts next to and beyond the widths that kernels were written for."""
     num_requests = -(-num_rows // (1 + GAMMA))
-    limits = EngineLimits(max_slots=num_requests, max_seq_len=64, max_batch_tokens=num_rows)
+    limits = EngineLimits(max_requests=num_requests, max_seq_len=64, max_batch_tokens=num_rows)
     parts = Parts(limits=limits)
     parts.submit(*(request(index, prompt_of(2, index)) for index in range(num_requests)))
     outputs = parts.finish()
@@ -124,7 +124,7 @@ def test_any_number_of_verification_rows_in_one_call(num_rows: int) -> None:
 
 def test_a_long_prompt_is_read_in_chunks_beside_decoding_requests() -> None:
     """D17: one request decodes while a prompt of several chunks is read."""
-    limits = EngineLimits(max_slots=2, max_seq_len=256, max_batch_tokens=16)
+    limits = EngineLimits(max_requests=2, max_seq_len=256, max_batch_tokens=16)
     parts = Parts(limits=limits)
     parts.submit(request("short", prompt_of(3), max_tokens=60))
     parts.step(2)
@@ -138,7 +138,7 @@ def test_a_long_prompt_is_read_in_chunks_beside_decoding_requests() -> None:
 
 
 def test_several_prompts_are_read_in_one_step_and_in_order_of_arrival() -> None:
-    limits = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=20)
+    limits = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=20)
     parts = Parts(limits=limits)
     parts.submit(*(request(index, prompt_of(8, index)) for index in range(4)))
     parts.step()
@@ -150,7 +150,7 @@ def test_several_prompts_are_read_in_one_step_and_in_order_of_arrival() -> None:
 
 
 def test_drafts_leave_at_least_half_of_the_budget_to_prompts() -> None:
-    limits = EngineLimits(max_slots=3, max_seq_len=256, max_batch_tokens=18)
+    limits = EngineLimits(max_requests=3, max_seq_len=256, max_batch_tokens=18)
     parts = Parts(limits=limits, skill=1.0)
     parts.submit(request(0, max_tokens=100), request(1, max_tokens=100))
     parts.step(2)
@@ -169,7 +169,7 @@ def test_the_budget_levels_caps_down() -> None:
 
 
 def test_a_full_batch_at_the_token_limit_decodes_without_drafts() -> None:
-    limits = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=4)
+    limits = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=4)
     parts = Parts(limits=limits)
     parts.submit(*(request(index, prompt_of(5, index)) for index in range(4)))
     outputs = parts.finish()
@@ -180,7 +180,7 @@ def test_a_full_batch_at_the_token_limit_decodes_without_drafts() -> None:
 def test_prompts_are_counted_as_batch_tokens_when_drafts_are_priced() -> None:
     """From 40 tokens on every token triples the price: beside a prompt chunk no draft pays, without one they do."""
     table = step_table(lambda count: 10.0 if count < 40 else 10.0 * 3.0 ** (count - 40))
-    limits = EngineLimits(max_slots=2, max_seq_len=256, max_batch_tokens=64)
+    limits = EngineLimits(max_requests=2, max_seq_len=256, max_batch_tokens=64)
     parts = Parts(SchedulerConfig("early_stop"), limits=limits, skill=1.0, table=table)
     parts.submit(request("a", max_tokens=200))
     parts.step(2)
@@ -223,7 +223,7 @@ def test_live_tokens_only_are_moved() -> None:
 
 
 def test_taps_of_every_committed_position_are_ingested_once() -> None:
-    parts = Parts(limits=EngineLimits(max_slots=2, max_seq_len=128, max_batch_tokens=16))
+    parts = Parts(limits=EngineLimits(max_requests=2, max_seq_len=128, max_batch_tokens=16))
     parts.submit(request("a", prompt_of(40), max_tokens=30))
     parts.step(12)  # the toy drafter refuses holes, repetitions and wrong positions
     length = int((parts.drafter.store.tokens[0] >= 0).sum())

@@ -14,6 +14,7 @@ from dspark_trt.runtime.corrections import (
     MAX_TIME_FACTOR,
     MAX_TIME_STEP,
     AcceptanceCorrection,
+    Part,
     TimeCorrection,
 )
 
@@ -128,3 +129,34 @@ def test_confidences_that_are_right_are_left_alone() -> None:
         advance(correction, 1)
         seen.append(correction.shifts[GREEDY, 0])
     assert abs(float(np.mean(seen))) < 0.1
+
+
+def served(times: TimeCorrection, part: Part, seen_ms: float, num_steps: int) -> None:
+    """Steps that take seen_ms where the table says 10."""
+    for _ in range(num_steps):
+        times.advance()
+        times.observe(part, 4, expected_ms=10.0 * times.factor(part, 4), seen_ms=seen_ms)
+
+
+def test_drafts_that_cost_more_than_the_table_says_become_dearer_than_plain_steps() -> None:
+    times = TimeCorrection()
+    for _ in range(200):
+        served(times, "verify", 10.0, 2)
+        served(times, "verify_drafts", 12.0, 2)
+    assert times.factor("verify", 4) == pytest.approx(1.0, abs=0.03)
+    assert times.factor("verify_drafts", 4) == pytest.approx(1.2, abs=0.05)
+
+
+def test_a_host_that_became_slower_makes_drafts_no_dearer_than_plain_steps() -> None:
+    times = TimeCorrection()
+    served(times, "verify_drafts", 12.0, 4000)
+    assert times.factor("verify", 4) == pytest.approx(1.2, abs=0.03)
+    assert times.factor("verify_drafts", 4) == pytest.approx(1.2, abs=0.05)
+
+
+def test_drafts_that_were_dear_are_tried_again_in_the_end() -> None:
+    times = TimeCorrection()
+    served(times, "verify_drafts", 20.0, 40)
+    dear = times.factor("verify_drafts", 4) / times.factor("verify", 4)
+    served(times, "verify", 10.0, 2000)
+    assert 1.0 < times.factor("verify_drafts", 4) / times.factor("verify", 4) < dear**0.1

@@ -164,7 +164,7 @@ def test_a_prompt_of_capacity_minus_k_generates_k_plus_one_tokens(config: Schedu
     output = decode_alone(request("a", prompt, max_tokens=100), config, skill=1.0)
     assert len(output.token_ids) == k + 1
     assert output.last.finish_reason == "length"
-    larger = EngineLimits(max_slots=4, max_seq_len=256, max_batch_tokens=64)
+    larger = EngineLimits(max_requests=4, max_seq_len=256, max_batch_tokens=64)
     assert output.token_ids == decode_alone(request("a", prompt, max_tokens=k + 1), OFF, limits=larger).token_ids
 
 

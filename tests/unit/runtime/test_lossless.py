@@ -138,7 +138,7 @@ def test_a_duplicate_that_is_one_step_ahead_does_not_steer_the_other(mode: Any) 
     Scheduled by the first, the second token would be 0 in 0.91 of the cases instead of 0.7 (1000 pairs, standard
     deviation 0.0145, false failure 6e-5).
     """
-    limits = EngineLimits(max_slots=2, max_seq_len=16, max_batch_tokens=16)
+    limits = EngineLimits(max_requests=2, max_seq_len=16, max_batch_tokens=16)
 
     def confidence(context: Any, seen: Any, acceptance: Any) -> list[float]:
         if len(context) == 2:  # prompt and first token
@@ -185,7 +185,7 @@ def toss(config: SchedulerConfig, num_tosses: int) -> float:
     second confidence depends on the first draft, so a search over all lengths would verify the draft just when it is 0.
     """
     language = Coin(2)
-    limits = EngineLimits(max_slots=1, max_seq_len=16, max_batch_tokens=16)
+    limits = EngineLimits(max_requests=1, max_seq_len=16, max_batch_tokens=16)
 
     def confidence(context: Any, seen: Any, acceptance: Any) -> list[float]:
         return [float(np.log(0.8 / 0.2)), 6.0 if seen[1] == 0 else -6.0]

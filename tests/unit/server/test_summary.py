@@ -20,7 +20,7 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pair")
     target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True)
     drafter = write_drafter(folder / "drafter", target)
-    limits = {"max_slots": 2, "max_seq_len": 64, "max_batch_tokens": 32}
+    limits = {"max_requests": 2, "max_seq_len": 64, "max_batch_tokens": 32}
     build(BuildRecipe(target=str(target), drafter=str(drafter), num_threads=1, **limits), folder / "build")
     return folder / "build"
 
@@ -37,7 +37,7 @@ def test_build_that_needs_more_memory_than_there_is_is_refused_with_both_numbers
     summary.check_memory(build_dir)
     monkeypatch.setattr(summary, "memory_bytes", lambda: 1000)
     with pytest.raises(
-        CapacityError, match=r"2 slots of 64 tokens take 0\.00 GB of KV memory .* has 0\.00 GB; build with"
+        CapacityError, match=r"2 rows of 64 tokens take 0\.00 GB of KV memory .* has 0\.00 GB; build with"
     ):
         summary.check_memory(build_dir)
 
@@ -48,5 +48,5 @@ def test_summary_names_model_scheduler_memory_and_endpoints(build_dir: Path) -> 
     lines = dict(line.split(maxsplit=1) for line in text.splitlines())
     assert list(lines) == ["model", "backend", "scheduler", "memory", "admission", "endpoints"]
     assert lines["scheduler"] == "fixed:2"
-    assert lines["memory"].startswith("2 slots of 64 tokens")
+    assert lines["memory"].startswith("2 rows of 64 tokens")
     assert all(address in lines["endpoints"] for address in where.values())

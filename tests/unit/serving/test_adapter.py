@@ -12,7 +12,7 @@ from dspark_trt.packaging.signature import ENGINE_FIELDS, ENGINE_ONLY_INPUTS, EN
 from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.metrics import RequestStatistics
 from dspark_trt.runtime.request import SamplingParams
-from dspark_trt.serving.adapter import EngineRequest, read_request, read_stop
+from dspark_trt.serving.adapter import EngineRequest, read_request, read_stop, with_client_names
 from dspark_trt.serving.responses import ResponseWriter
 from tests.support.toy_engines import letters
 
@@ -153,6 +153,26 @@ def test_stop_request_names_a_request_by_handle_or_by_client_id() -> None:
     assert by_handle.handle == 5
     with pytest.raises(RequestError, match="stop: expected the request id"):
         read_stop({"stop": one(True)}, "")
+
+
+def test_alternatives_are_asked_for_by_number_and_within_the_runtimes_limit() -> None:
+    assert read().generation.sampling.num_log_probs is None
+    assert read(return_log_probs=True).generation.sampling.num_log_probs == 0
+    assert read(num_top_log_probs=3).generation.sampling.num_log_probs == 3
+    refused = with_client_names(RequestError("num_log_probs: expected an integer in 0..20"))
+    assert str(refused) == "num_top_log_probs: expected an integer in 0..20"
+
+
+def test_alternatives_of_a_whole_answer_stand_in_the_order_of_its_tokens() -> None:
+    writer = ResponseWriter(read(num_top_log_probs=2), letters, ["top_token_ids", "top_log_probs"])
+    first = Emission(request_id="17", token_ids=(7,), top_log_probs=(((7, -0.5), (3, -1.5)),))
+    rest = ((8, -0.25), (1, -2.0)), ((5, -1.0), (9, -1.25))
+    last = Emission(request_id="17", token_ids=(8, 9), top_log_probs=rest, finish_reason="length")
+    assert writer.write(first) is None
+    answer = writer.write(last)
+    assert answer is not None
+    assert answer["top_token_ids"].tolist() == [[[7, 3], [8, 1], [5, 9]]]
+    assert answer["top_log_probs"].tolist() == [[[-0.5, -1.5], [-0.25, -2.0], [-1.0, -1.25]]]
 
 
 STATISTICS = RequestStatistics(num_prompt_tokens=3, num_generated_tokens=4)

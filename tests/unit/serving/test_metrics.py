@@ -17,7 +17,7 @@ from dspark_trt.serving.metrics import ServingMetrics
 from dspark_trt.serving.ticket import Ticket
 from tests.support.toy_engines import ToyDrafter, ToyLanguage, ToyTarget, make_loop
 
-LIMITS = EngineLimits(max_slots=4, max_seq_len=64, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=64)
 VALUES: dict[tuple[str, str], float] = {}
 
 
@@ -71,7 +71,9 @@ def request(request_id: str, num_tokens: int) -> GenerationRequest:
 
 def new_metrics() -> ServingMetrics:
     VALUES.clear()
-    return ServingMetrics(MetricFamily, "dspark", max_slots=LIMITS.max_slots, max_seq_len=LIMITS.max_seq_len, gamma=5)
+    return ServingMetrics(
+        MetricFamily, "dspark", max_requests=LIMITS.max_requests, max_seq_len=LIMITS.max_seq_len, gamma=5
+    )
 
 
 def test_metrics_are_the_loops_own_counts_and_go_on_with_a_new_loop() -> None:
@@ -83,7 +85,7 @@ def test_metrics_are_the_loops_own_counts_and_go_on_with_a_new_loop() -> None:
             loop.submit(request(str(index), 5 + index))
         loop.step()
         metrics.after_step(loop, 3, True)
-        assert VALUES["dspark_requests_running", ""] == VALUES["dspark_slots", ""] == LIMITS.max_slots
+        assert VALUES["dspark_requests_running", ""] == VALUES["dspark_max_requests", ""] == LIMITS.max_requests
         assert VALUES["dspark_requests_waiting", ""] == 2 + 3
         while loop.has_work:
             emissions = loop.step()
@@ -99,6 +101,17 @@ def test_metrics_are_the_loops_own_counts_and_go_on_with_a_new_loop() -> None:
     pruned = VALUES["dspark_drafts_total", "proposed"] - VALUES["dspark_drafts_total", "verified"]
     assert VALUES["dspark_drafts_total", "pruned"] == pruned
     assert VALUES["dspark_requests_running", ""] == VALUES["dspark_requests_waiting", ""] == 0
+
+
+def test_error_of_a_price_is_observed_for_every_step_that_was_priced() -> None:
+    metrics, loop = new_metrics(), new_loop()
+    loop.submit(request("0", 12))
+    num_priced = 0
+    while loop.has_work:
+        loop.step()
+        metrics.after_step(loop, 0, True)
+        num_priced += loop.last_step.num_requests > 0 and loop.last_step.expected_ms > 0
+    assert VALUES["dspark_step_price_error_ratio", ""] == num_priced > 0
 
 
 def test_step_without_work_is_not_counted() -> None:
@@ -122,11 +135,13 @@ def test_request_is_observed_once_at_its_end_with_the_outcome_that_it_had() -> N
     now = 101.0
     while loop.has_work:
         now += 0.5
-        for emission in loop.step():
+        emissions = loop.step()
+        metrics.after_step(loop, 0, True)  # the worker's order
+        for emission in emissions:
             ticket.note_tokens(len(emission.token_ids), now)
             if emission.finish_reason:
+                assert VALUES["dspark_kv_used_ratio", ""] > 0
                 metrics.ended(ticket, emission, now)
-        metrics.after_step(loop, 0, True)
     assert VALUES["dspark_requests_total", "length"] == 1
     for name in ("request", "time_to_first_token", "time_per_output_token", "longest_gap", "queue"):
         assert VALUES[f"dspark_{name}_seconds", ""] == 1, name

@@ -27,7 +27,7 @@ from dspark_trt.serving.worker import Ticket, Worker
 from tests.support.toy_engines import ToyDrafter, ToyLanguage, ToyTarget, letters, make_loop, run
 
 LANGUAGE = ToyLanguage(vocab_size=23)
-LIMITS = EngineLimits(max_slots=4, max_seq_len=4096, max_batch_tokens=64)
+LIMITS = EngineLimits(max_requests=4, max_seq_len=4096, max_batch_tokens=64)
 LONG = 4000  # tokens: a request that does not end by itself within a test
 WAIT_S = 60.0
 
@@ -117,7 +117,7 @@ class Setting:
     def make_worker(self, **limits: Any) -> Worker:
         return Worker(
             self.make_loop,
-            max_slots=LIMITS.max_slots,
+            max_requests=LIMITS.max_requests,
             limits=AdmissionLimits(**limits),
             observer=self,
             end_process=self.exit_codes.put,
@@ -187,7 +187,7 @@ def test_stop_ends_the_request_it_names_and_no_other(worker: Worker, command: St
     assert len(other.read_all()) == 50
 
 
-def test_client_that_left_frees_its_slot(worker: Worker, setting: Setting) -> None:
+def test_client_that_left_frees_its_row(worker: Worker, setting: Setting) -> None:
     client = submit(worker, request(1, LONG))
     client.next()
     client.has_left = True
@@ -258,14 +258,14 @@ def test_id_of_several_requests_ends_none_and_a_handle_the_one_that_it_names(wor
 
 
 def fill(worker: Worker) -> list[Client]:
-    """Every slot is taken."""
-    clients = [submit(worker, request(100 + index, LONG)) for index in range(LIMITS.max_slots)]
+    """Every row is taken."""
+    clients = [submit(worker, request(100 + index, LONG)) for index in range(LIMITS.max_requests)]
     for client in clients:
         client.next()
     return clients
 
 
-def test_request_that_is_cancelled_while_it_waits_never_gets_a_slot(worker: Worker, setting: Setting) -> None:
+def test_request_that_is_cancelled_while_it_waits_never_gets_a_row(worker: Worker, setting: Setting) -> None:
     fill(worker)
     by_command, by_leaving = submit(worker, request(1, 5)), submit(worker, request(2, 5))
     worker.stop(StopCommand(1, ""))
@@ -294,7 +294,7 @@ def test_full_queue_refuses_at_once_and_says_when_to_come_again(setting: Setting
     assert retry_after_s(message) is not None
     urgent = submit(worker, request(4, 5, priority=-1))
     assert waiting[1].read_failure()[0] is Failure.UNAVAILABLE, "the least urgent makes room"
-    for handle in range(100, 100 + LIMITS.max_slots):
+    for handle in range(100, 100 + LIMITS.max_requests):
         worker.stop(StopCommand(handle, ""))
     assert len(urgent.read_all()) == len(waiting[0].read_all()) == 5
     assert setting.admitted_ids[-2:] == ["4", "1"], "the most urgent first"
@@ -306,13 +306,13 @@ def test_request_that_waits_too_long_is_refused(setting: Setting) -> None:
     fill(worker)
     failure, message = submit(worker, request(1, 5)).read_failure()
     assert failure is Failure.UNAVAILABLE
-    assert message.startswith("the server is busy: no slot became free within 0.2 s; retry after")
+    assert message.startswith("the server is busy: no row became free within 0.2 s; retry after")
     worker.close()
 
 
 def test_time_of_a_request_ends_it_where_it_runs_and_where_it_waits(worker: Worker) -> None:
     running = submit(worker, request(1, LONG, timeout_s=0.3))
-    fill_rest = [submit(worker, request(100 + index, LONG)) for index in range(LIMITS.max_slots - 1)]
+    fill_rest = [submit(worker, request(100 + index, LONG)) for index in range(LIMITS.max_requests - 1)]
     waiting = submit(worker, request(2, LONG, timeout_s=0.2))
     for client in (waiting, running):
         failure, message = client.read_failure()
@@ -332,7 +332,7 @@ def test_drain_ends_what_still_runs_when_its_time_is_over(worker: Worker) -> Non
     assert "the server is stopping" in message
 
 
-def test_probe_is_answered_without_a_slot_and_without_tokens(worker: Worker, setting: Setting) -> None:
+def test_probe_is_answered_without_a_row_and_without_tokens(worker: Worker, setting: Setting) -> None:
     fill(worker)
     assert submit(worker, request(1, 1, is_probe=True)).read_all() == []
     assert "1" not in setting.admitted_ids
@@ -358,7 +358,7 @@ def test_panic_in_a_step_tells_every_client_and_ends_the_process(worker: Worker,
     assert setting.exit_codes.get(timeout=WAIT_S) != 0
 
 
-def test_response_that_cannot_be_sent_ends_its_request_with_an_error_and_frees_its_slot(
+def test_response_that_cannot_be_sent_ends_its_request_with_an_error_and_frees_its_row(
     worker: Worker, setting: Setting
 ) -> None:
     """A token that is lost without a word would be worse than an end."""

@@ -10,8 +10,7 @@ import pytest
 
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ManifestError
-from dspark_trt.steptable import profile as profile_module
-from dspark_trt.steptable.profile import NUM_SWEEPS_OF_LONG_STEPS, extra_grid, request_grid, sweep, verification_batch
+from dspark_trt.steptable.grid import extra_grid, request_grid, verification_batch
 from dspark_trt.steptable.table import StepTable, isotonic
 
 TABLE = StepTable(
@@ -128,52 +127,18 @@ def test_what_no_measurement_gives_is_refused(tmp_path: Path, field: str, value:
 
 
 def test_grids_end_at_the_limits() -> None:
-    limits = EngineLimits(max_slots=6, max_seq_len=400, max_batch_tokens=64)
+    limits = EngineLimits(max_requests=6, max_seq_len=400, max_batch_tokens=64)
     assert request_grid(6) == (1, 2, 4, 6)
     assert extra_grid(1, 7, limits)[-1] == 63
     assert extra_grid(6, 7, limits)[-1] == 42
 
 
-@pytest.mark.parametrize(("max_slots", "num_requests"), [(1, 1), (4, 1), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("max_requests", "num_requests"), [(1, 1), (4, 1), (4, 2), (4, 4)])
 @pytest.mark.parametrize("batch_tokens", [4, 9, 17, 40])
-def test_timed_step_is_one_that_the_engine_accepts(max_slots: int, num_requests: int, batch_tokens: int) -> None:
+def test_timed_step_is_one_that_the_engine_accepts(max_requests: int, num_requests: int, batch_tokens: int) -> None:
     gamma = 3
-    batch = verification_batch(num_requests, batch_tokens, gamma, depth=16, max_slots=max_slots)
+    batch = verification_batch(num_requests, batch_tokens, gamma, depth=16, max_requests=max_requests)
     assert batch.query_lengths.sum() == batch_tokens == len(batch.token_ids)
     assert batch.query_lengths.min() >= 1
     assert batch.query_lengths[: batch.num_decode].max(initial=1) <= gamma + 1
-    assert len(set(batch.rows.tolist())) == len(batch.rows) <= max_slots
-
-
-KEY = ("step", 0, 1, 0)
-
-
-class Queue:
-    """A device that only does its work when it is waited for, on a clock of its own."""
-
-    def __init__(self, milliseconds: list[float]) -> None:
-        self.now = 0.0
-        self.calls: list[str] = []
-        self._milliseconds = iter(milliseconds)
-
-    def call(self) -> None:
-        self.calls.append("call")
-
-    def synchronize(self) -> None:
-        self.calls.append("synchronize")
-        self.now += next(self._milliseconds) / 1e3
-
-
-def test_what_engines_only_enqueue_is_timed_until_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue([900.0, 900.0, 900.0, 4.0, 5.0, 6.0, 5.0, 5.0])
-    monkeypatch.setattr(profile_module.time, "perf_counter", lambda: queue.now)
-    measured = sweep({KEY: queue.call}, lambda fraction: None, synchronize=queue.synchronize, num_warm_ups=3)
-    assert measured[KEY] == pytest.approx(5.0)
-    assert queue.calls == ["call", "synchronize"] * 8
-
-
-def test_steps_known_to_be_long_are_timed_fewer_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = Queue([1.0, *[200.0] * 5])
-    monkeypatch.setattr(profile_module.time, "perf_counter", lambda: queue.now)
-    assert sweep({KEY: queue.call}, lambda fraction: None, synchronize=queue.synchronize)[KEY] == pytest.approx(200)
-    assert queue.calls.count("call") == 1 + NUM_SWEEPS_OF_LONG_STEPS
+    assert len(set(batch.rows.tolist())) == len(batch.rows) <= max_requests

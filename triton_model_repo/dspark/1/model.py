@@ -27,6 +27,7 @@ class TritonPythonModel:
             metric_family=pb.MetricFamily,
             model_name=args["model_name"],
             control_socket=Path(parameters["control_socket"]) if parameters["control_socket"] else None,
+            step_table=Path(parameters["step_table"]) if parameters.get("step_table") else None,
         )
 
     def execute(self, requests):

@@ -1,6 +1,6 @@
 """Last step of the ensemble: the text as clients read it. It also tells the engine model of cancelled requests: Triton
 marks only the step of an ensemble that comes next as cancelled, never the one that runs. So the engine model sends a
-ping for a request that waits for a slot or for its one response; a ping ends here and no client sees it, which is why
+ping for a request that waits for a row or for its one response; a ping ends here and no client sees it, which is why
 this model is decoupled: any other would have to answer.
 
 Keep one instance and no dynamic batching: two instances answer out of order, and a batcher answers cancelled requests

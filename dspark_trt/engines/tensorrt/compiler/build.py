@@ -133,7 +133,7 @@ class GraphCompiler:
             raise EngineBuildError(
                 f"{graph}: {settings.library} {trt.__version__} cannot compile the graph for SM "
                 f"{' '.join(map(str, self.targets.sms))}: {'; '.join(problems) or 'it gives no reason'}; if memory "
-                "was short lower --max-slots or --max-seq-len, else report this, with the version of "
+                "was short lower --max-requests or --max-seq-len, else report this, with the version of "
                 f"{settings.library}"
             )
         if dropped := [problem for problem in problems if "Unused Input" in problem]:

@@ -37,7 +37,7 @@ def cache_bytes(cache: CacheDims, element_type: bindings.ElementType) -> int:
 
 def output_bytes(target: TargetDims, drafter: DrafterDims) -> int:
     """Bytes of the largest outputs: logits, taps and draft logits."""
-    sizes = {"L": target.limits.max_batch_tokens, "T": target.limits.max_batch_tokens, "R": drafter.limits.max_slots}
+    sizes = {"L": target.limits.max_batch_tokens, "T": target.limits.max_batch_tokens, "R": drafter.limits.max_requests}
     return sum(
         math.prod(sizes[size] if isinstance(size, str) else size for size in output.shape)
         * _ELEMENT_BYTES[output.element_type]
@@ -84,7 +84,7 @@ def check_memory(
     if (needed := sum(parts.values())) > device_bytes:
         raise EngineBuildError(
             f"the engines are estimated to need {_gib(needed)} of GPU memory ({_listed(parts.items())}), and this GPU "
-            f"has {_gib(device_bytes)}; lower --max-slots or --max-seq-len (KV caches), take a smaller target or a "
+            f"has {_gib(device_bytes)}; lower --max-requests or --max-seq-len (KV caches), take a smaller target or a "
             "larger GPU"
         )
 

@@ -69,7 +69,7 @@ def graph_profiles(graph: str, limits: EngineLimits, gamma: int) -> tuple[Profil
     """The profiles of one of GRAPHS, the tightest first.
 
     The runtime pads within the limits (device/buckets): tokens never exceed max_batch_tokens, nor requests and rows
-    max_slots.
+    max_requests.
     """
     return {
         bindings.TARGET_GRAPH: _target,
@@ -98,8 +98,8 @@ def choose_profile(profiles: Sequence[Mapping[str, ShapeRange]], shapes: Mapping
         if not _is_within(shape, widest[name])
     ]
     raise EngineBuildError(
-        f"{where}: a call fits no profile of the engine, found {', '.join(misfits)}; build with larger --max-slots or "
-        "--max-batch-tokens"
+        f"{where}: a call fits no profile of the engine, found {', '.join(misfits)}; build with larger "
+        "--max-requests or --max-batch-tokens"
     )
 
 
@@ -113,8 +113,8 @@ def _is_within(shape: Shape, allowed: ShapeRange) -> bool:
 def _target(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     tokens, rows, chunks = _tokens(limits, gamma), _rows(limits), _chunk(limits)
     decode, verify = _exactly(1), _exactly(gamma + 1)
-    plain = _up_to(min(next_power_of_2(limits.max_slots), tokens.largest), _USUAL_REQUESTS)
-    drafted = ExtentRange(1, tokens.usual, min(next_power_of_2(limits.max_slots * (gamma + 1)), tokens.largest))
+    plain = _up_to(min(next_power_of_2(limits.max_requests), tokens.largest), _USUAL_REQUESTS)
+    drafted = ExtentRange(1, tokens.usual, min(next_power_of_2(limits.max_requests * (gamma + 1)), tokens.largest))
 
     def profile(
         name: str, packed: ExtentRange, query: ExtentRange, prefill: tuple[ExtentRange, ExtentRange]
@@ -124,7 +124,7 @@ def _target(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
         return Profile(name, extents | {f"B_{bindings.PREFILL}": prefill[0], f"S_{bindings.PREFILL}": prefill[1]})
 
     idle = (_exactly(1), _exactly(1))
-    some = ExtentRange(1, 1, limits.max_slots)
+    some = ExtentRange(1, 1, limits.max_requests)
     return (
         profile("decode", plain, decode, idle),
         profile("verify", drafted, verify, idle),
@@ -135,7 +135,7 @@ def _target(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
 def _ingest(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     """After a verification up to gamma + 1 tokens of each request, after a prefill chunk all of it."""
     group = f"B_{bindings.CONTEXT}", f"S_{bindings.CONTEXT}"
-    largest = min(next_power_of_2(limits.max_slots * (gamma + 1)), limits.max_batch_tokens)
+    largest = min(next_power_of_2(limits.max_requests * (gamma + 1)), limits.max_batch_tokens)
     committed = {
         "T": ExtentRange(1, _tokens(limits, gamma).usual, largest),
         group[0]: _rows(limits),
@@ -143,7 +143,7 @@ def _ingest(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     }
     chunk = {
         "T": _chunk(limits),
-        group[0]: ExtentRange(1, 1, limits.max_slots),
+        group[0]: ExtentRange(1, 1, limits.max_requests),
         group[1]: _chunk(limits),
     }
     return (Profile("verify", committed), Profile("prefill", chunk))
@@ -167,12 +167,12 @@ def _up_to(largest: int, usual: int) -> ExtentRange:
 
 def _rows(limits: EngineLimits) -> ExtentRange:
     """KV rows, and requests."""
-    return _up_to(limits.max_slots, _USUAL_REQUESTS)
+    return _up_to(limits.max_requests, _USUAL_REQUESTS)
 
 
 def _tokens(limits: EngineLimits, gamma: int) -> ExtentRange:
     """Packed tokens of a step that verifies."""
-    return _up_to(limits.max_batch_tokens, min(_USUAL_REQUESTS, limits.max_slots) * (gamma + 1))
+    return _up_to(limits.max_batch_tokens, min(_USUAL_REQUESTS, limits.max_requests) * (gamma + 1))
 
 
 def _chunk(limits: EngineLimits) -> ExtentRange:

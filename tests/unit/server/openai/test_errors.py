@@ -22,7 +22,7 @@ from dspark_trt.serving.worker import STOPPING
         ("this model has no chat template; send a plain prompt", 400, None),
         ("timeout_ms: expected an integer in 0..86400000, found -1", 400, "timeout_ms"),
         ("timeout_ms: the request did not end within 10 ms and was stopped", 504, "timeout_ms"),
-        ("the server is busy: 512 requests wait for a slot already; retry after 7 s", 503, None),
+        ("the server is busy: 512 requests wait for a row already; retry after 7 s", 503, None),
         ("the request was cancelled", 503, None),
         (STOPPING, 503, None),
         ("Request for unknown model: 'dspark' has no available versions", 503, None),

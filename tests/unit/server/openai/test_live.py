@@ -12,7 +12,7 @@ dspark_tokens_total{model="dspark"} 100
 dspark_drafts_total{model="dspark",state="accepted"} 40
 dspark_drafts_total{model="dspark",state="verified"} 90
 dspark_requests_running{model="dspark"} 1
-dspark_slots{model="dspark"} 32
+dspark_max_requests{model="dspark"} 32
 dspark_verify_len_count{model="dspark"} 10
 dspark_verify_len_sum{model="dspark"} 20
 dspark_verify_len_bucket{model="dspark",le="0.5"} 3
@@ -42,7 +42,7 @@ def test_rates_and_means_between_two_readings() -> None:
     now = describe(reading(5.0, BEFORE), reading(15.0, AFTER))
     assert now["window_s"] == 10.0
     assert now["running"] == 4
-    assert now["slots"] == 32
+    assert now["rows"] == 32
     assert now["tokens_per_s"] == pytest.approx(6.0)
     assert now["accepted_len"] == pytest.approx(60 / 40)
     assert now["verify_len"] == pytest.approx(2.0)

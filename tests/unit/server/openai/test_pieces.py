@@ -26,6 +26,7 @@ def tally(*steps: int, verified: int, accepted: int, num_steps: int | None = Non
                 tuple(range(count)),
                 "x" * count,
                 (),
+                (),
                 **last,
                 num_drafts_verified=counts[0],
                 num_drafts_accepted=counts[1],

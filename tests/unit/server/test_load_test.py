@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import load_test
 import pytest
-from perf_analyzer import PerfAnalyzer
+
+from dspark_trt.server import load_test
+from dspark_trt.server.perf_analyzer import PerfAnalyzer
 
 REQUEST = {
     "timestamp": 0,
@@ -39,11 +40,11 @@ echo $((next + 1)) > {folder}/count
 
 def test_export_cut_short_is_measured_again(tmp_path: Path) -> None:
     tool = fake_tool(tmp_path, [EXPORT[:200], EXPORT])
-    result = load_test.measure("127.0.0.1:1", 1, "off", num_requests=1, tool=tool)
+    result = load_test.measure("127.0.0.1:1", 1, "off", num_requests=1, rows=[{}], tool=tool)
     assert (result.num_tokens, result.accepted_len, result.mean_verify_len) == (3, 2.0, 3.0)
 
 
 def test_export_that_is_always_cut_short_is_an_error(tmp_path: Path) -> None:
     tool = fake_tool(tmp_path, [EXPORT[:200]] * load_test.NUM_ATTEMPTS)
     with pytest.raises(load_test.LoadTestError, match="incomplete 3 times"):
-        load_test.measure("127.0.0.1:1", 1, "off", num_requests=1, tool=tool)
+        load_test.measure("127.0.0.1:1", 1, "off", num_requests=1, rows=[{}], tool=tool)

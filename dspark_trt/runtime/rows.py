@@ -41,7 +41,7 @@ class RowMove(Generic[OccupantT]):
     occupant: OccupantT
 
 
-class Slots(Generic[OccupantT]):
+class Rows(Generic[OccupantT]):
     """Occupants of the KV rows; `occupants[row]` is the one of that row."""
 
     def __init__(self, num_rows: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from dspark_trt.runtime.slots import NO_ROW, Slots
+from dspark_trt.runtime.rows import NO_ROW, Rows
 
 
 @dataclass
@@ -21,55 +21,55 @@ class Occupant:
         self.row = row
 
 
-def occupied(count: int, num_rows: int = 4) -> tuple[Slots[Occupant], list[Occupant]]:
-    slots: Slots[Occupant] = Slots(num_rows)
+def occupied(count: int, num_rows: int = 4) -> tuple[Rows[Occupant], list[Occupant]]:
+    rows: Rows[Occupant] = Rows(num_rows)
     occupants = [Occupant() for _ in range(count)]
     for occupant in occupants:
-        slots.occupy(occupant)
-    return slots, occupants
+        rows.occupy(occupant)
+    return rows, occupants
 
 
 def test_rows_are_given_from_the_first_on() -> None:
-    slots, occupants = occupied(3)
+    rows, occupants = occupied(3)
     assert [occupant.row for occupant in occupants] == [0, 1, 2]
-    assert slots.num_free == 1
+    assert rows.num_free == 1
 
 
 def test_the_last_row_moves_into_a_hole() -> None:
-    slots, (first, middle, last) = occupied(3)
-    move = slots.release(middle)
+    rows, (first, middle, last) = occupied(3)
+    move = rows.release(middle)
     assert move is not None
     assert (move.source, move.destination, move.occupant) == (2, 1, last)
     assert (first.row, last.row, middle.row) == (0, 1, NO_ROW)
-    slots.check_integrity()
+    rows.check_integrity()
 
 
 def test_the_last_row_leaves_without_a_move() -> None:
-    slots, (_, last) = occupied(2)
-    assert slots.release(last) is None
-    slots.check_integrity()
+    rows, (_, last) = occupied(2)
+    assert rows.release(last) is None
+    rows.check_integrity()
 
 
 def test_a_generation_is_never_given_again() -> None:
-    slots, occupants = occupied(2)
+    rows, occupants = occupied(2)
     seen = {occupant.generation for occupant in occupants}
     for _ in range(10):
-        slots.release(slots.occupants[0])
+        rows.release(rows.occupants[0])
         newcomer = Occupant()
-        slots.occupy(newcomer)
+        rows.occupy(newcomer)
         assert newcomer.generation not in seen
         seen.add(newcomer.generation)
-        slots.check_integrity()
+        rows.check_integrity()
 
 
 def test_a_full_batch_takes_nobody() -> None:
-    slots, _ = occupied(2, num_rows=2)
+    rows, _ = occupied(2, num_rows=2)
     with pytest.raises(AssertionError, match="no free row"):
-        slots.occupy(Occupant())
+        rows.occupy(Occupant())
 
 
 def test_releasing_twice_is_a_programming_error() -> None:
-    slots, (first, _) = occupied(2)
-    slots.release(first)
+    rows, (first, _) = occupied(2)
+    rows.release(first)
     with pytest.raises((AssertionError, IndexError)):
-        slots.release(first)
+        rows.release(first)

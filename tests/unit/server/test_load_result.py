@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from load_test import PROMPTS
-from report import read_export
 
 from dspark_trt.packaging.signature import ENGINE_FIELDS, PREPROCESSING_FIELDS
+from dspark_trt.server.load_result import read_export
 
 MS = 1_000_000  # nanoseconds
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-import perf_analyzer
 import pytest
 
 from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.server import perf_analyzer
 from dspark_trt.server.tool_cache import Wheel, assemble
 
 WHEELS = {

@@ -1,0 +1,72 @@
+"""Which dialect a drafter's config.json is written in. Every other format is refused by its name.
+
+A wrong guess drafts badly without an error, so nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from dspark_trt.checkpoints.config import architectures_of
+from dspark_trt.checkpoints.drafters import deepspec, dflash, speculators
+from dspark_trt.checkpoints.drafters.description import Description
+from dspark_trt.errors import CheckpointError
+
+Reader = Callable[[dict[str, Any], str], Description]
+_USE = (
+    "expected a block drafter (DSpark or DFlash) of DeepSpec, speculators, SpecForge, NeMo or z-lab, for example "
+    "deepseek-ai/dspark_qwen3_8b_block7"
+)
+_SPECULATORS = {"dspark": speculators.read, "dflash": speculators.read}
+_ARCHITECTURES: dict[str, Reader] = {
+    deepspec.ARCHITECTURE: deepspec.read,
+    "DFlashDraftModel": dflash.read_zlab,
+    "DSparkDraftModel": dflash.read_specforge,
+    "Qwen3DFlashDraftModel": dflash.read_nemo,
+}
+
+
+def read_description(values: dict[str, Any], where: str) -> Description:
+    """Raises CheckpointError that names the format where it is not a dialect of this room, or what is wrong in it."""
+    if name := _other_format(values):
+        raise CheckpointError(f"{where}: this drafter is in {name}, which is not supported; {_USE}")
+    kind = values.get("speculators_model_type")
+    reader = _SPECULATORS[kind] if kind is not None else _ARCHITECTURES[_architecture(values)]
+    return reader(values, where)
+
+
+def _architecture(values: dict[str, Any]) -> str:
+    return " ".join(architectures_of(values) or ["none"])
+
+
+def _other_format(values: dict[str, Any]) -> str | None:
+    architecture, kind = _architecture(values), values.get("speculators_model_type")
+    projector = (values["dflash_config"] or {}) if isinstance(values.get("dflash_config"), dict) else {}
+    if "Eagle" in architecture or "ttt_length" in values or str(kind).startswith(("eagle", "peagle")):
+        return f"the EAGLE-3 format ({architecture})"
+    if "Medusa" in architecture or "medusa_num_heads" in values or kind in ("medusa", "hydra"):
+        return "the Medusa format (heads on the last hidden state)"
+    if "pard_token" in values or "Pard" in architecture or str(kind).startswith("pard"):
+        return "the PARD format (a language model with mask tokens)"
+    if "MTP" in architecture or str(kind) in ("mtp", "fast_mtp", "fastmtp"):
+        return f"the form of an MTP module ({architecture})"
+    if kind is not None:
+        return None if isinstance(kind, str) and kind in _SPECULATORS else f"the speculators format of type {kind!r}"
+    if "speculators_config" in values or architecture.endswith("Speculator"):
+        return "the speculators format without speculators_model_type, the key that says which drafter it is"
+    if "DFlash2" in architecture or "selector_rank" in projector:
+        return f"the DFlash2 format ({architecture})"
+    if "Domino" in architecture or projector.get("projector_type") == "domino":
+        return f"the Domino format ({architecture})"
+    if architecture == "DFlashDraftModel" and projector.get("projector_type") == "dspark":
+        return "DFlashDraftModel with projector_type 'dspark' (SpecForge's name for that is DSparkDraftModel)"
+    if "Gemma4" in architecture:
+        return f"DeepSpec's Gemma 4 form ({architecture}), another decoder layer"
+    if "dspark_block_size" in values or "DeepseekV4" in architecture:
+        return f"the DeepSeek-V4 form ({architecture}), a drafter inside its target"
+    if architecture not in _ARCHITECTURES:
+        return f"the format {architecture}"
+    if values.get("model_type") not in ("qwen3", "dspark"):
+        return f"{architecture} with model_type {values.get('model_type')!r} (expected 'qwen3')"
+    return None

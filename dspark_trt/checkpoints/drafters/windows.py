@@ -1,0 +1,83 @@
+"""What each layer of a block drafter sees, from the keys layer_types, sliding_window and causal.
+
+The rule of those who serve DFlash drafters: `is_causal`, or `causal`, holds for all layers; without it a sliding layer
+is causal inside the block and a full one is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dspark_trt.checkpoints.drafters.description import without
+from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention
+from dspark_trt.errors import CheckpointError
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
+CAUSAL_KEYS = ("is_causal", "causal")
+
+
+def read_windows(
+    values: Mapping[str, Any],
+    where: str,
+    *,
+    is_sliding_causal: bool,
+    window_from: Literal["slot", "anchor"] = "slot",
+) -> tuple[tuple[BlockAttention, ...], dict[str, Any]]:
+    """Attention of every layer, and the configuration without the keys that said so.
+
+    Args:
+        is_sliding_causal: whether a sliding layer is causal where no key says it.
+        window_from: how this dialect's trainer measures a window.
+
+    Raises CheckpointError for contradicting keys and layer types that are neither full nor sliding.
+    """
+    is_causal = _stated_causal(values, where)
+    types = values.get("layer_types")
+    if types is None:  # a window that is in use without them is refused where the decoder is read
+        num_layers = values.get("num_hidden_layers")
+        layers = num_layers if isinstance(num_layers, int) and is_causal else 0
+        return (BlockAttention(is_causal=True),) * min(layers, 1024), without(values, *CAUSAL_KEYS)
+    if not isinstance(types, list) or len(types) != values.get("num_hidden_layers"):
+        found = f"{len(types)} entries" if isinstance(types, list) else repr(types)
+        raise CheckpointError(
+            f"{where}: layer_types: expected one entry for each of the {values.get('num_hidden_layers')} layers "
+            f"(num_hidden_layers), found {found}; correct one of them"
+        )
+    if unknown := sorted({str(each) for each in types} - {_FULL, _SLIDING}):
+        raise CheckpointError(
+            f"{where}: layer_types has {unknown}, which is not implemented; expected {_FULL} or {_SLIDING}"
+        )
+    window = _window(values, where) if _SLIDING in types else None
+    of_type = {
+        _FULL: PLAIN_ATTENTION if not is_causal else BlockAttention(is_causal=True),
+        _SLIDING: BlockAttention(
+            is_causal=is_sliding_causal if is_causal is None else is_causal, window=window, window_from=window_from
+        ),
+    }
+    return tuple(of_type[each] for each in types), without(values, *WINDOW_KEYS, *CAUSAL_KEYS)
+
+
+def _stated_causal(values: Mapping[str, Any], where: str) -> bool | None:
+    stated = {key: values[key] for key in CAUSAL_KEYS if values.get(key) is not None}
+    if any(not isinstance(value, bool) for value in stated.values()):
+        raise CheckpointError(f"{where}: {stated}: expected true or false; correct it")
+    if len(set(stated.values())) > 1:
+        raise CheckpointError(f"{where}: is_causal and causal contradict each other; remove the wrong one")
+    return next(iter(stated.values()), None)
+
+
+def _window(values: Mapping[str, Any], where: str) -> int:
+    window = values.get("sliding_window")
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise CheckpointError(
+            f"{where}: layer_types has sliding_attention, so sliding_window has to be a number of positions, found "
+            f"{window!r}; take it from the training configuration"
+        )
+    if values.get("use_sliding_window") not in (None, True):
+        raise CheckpointError(
+            f"{where}: layer_types has sliding_attention, but use_sliding_window is not true: transformers drops "
+            "the window then, and engines keep it. Set use_sliding_window to true if the drafter was trained with it"
+        )
+    return window

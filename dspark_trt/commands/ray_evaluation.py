@@ -1,0 +1,48 @@
+"""`eval` on the nodes of a Ray cluster: the same counts, over the answers that workers give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from dspark_trt.building.finished import read_finished, read_gamma
+from dspark_trt.commands.acceptance import EVERY_DRAFT, SEED, Acceptance, count_acceptance, fitting_prompts
+from dspark_trt.commands.generation import GenerationFailedError, Result
+from dspark_trt.commands.ray_workers import ray_cluster
+from dspark_trt.text import TextCodec
+
+
+def evaluate_over_ray(
+    address: str,
+    folder: Path,
+    sets: Mapping[str, Sequence[str]],
+    *,
+    max_tokens: int,
+    temperature: float,
+    progress: Callable[[float], None] = lambda done: None,
+) -> list[Acceptance]:
+    """As `evaluate_set` for each of the sets.
+
+    Raises as `ray_cluster`, ManifestError for an unfinished build, RecipeError for a set without a prompt that fits,
+    GenerationFailedError when an answer fails.
+    """
+    max_seq_len = int(read_finished(folder)[1]["graphs"].settings["limits"]["max_seq_len"])
+    checkpoints = folder / "checkpoints"
+    gamma = read_gamma(checkpoints / "drafter.json")
+    codec = TextCodec.load(checkpoints / "tokenizer")
+    set_of: dict[int, str] = {}
+    lines: list[tuple[int, str]] = []
+    for name, texts in sets.items():
+        for text, _ in fitting_prompts(codec, name, texts, max_tokens=max_tokens, max_seq_len=max_seq_len):
+            lines.append((len(lines) + 1, json.dumps({"prompt": text})))
+            set_of[len(lines)] = name
+    given = {"max_tokens": max_tokens, "temperature": temperature, "seed": SEED}
+    results: dict[str, list[Result]] = {name: [] for name in sets}
+    with ray_cluster(address, folder, EVERY_DRAFT, given, is_chat=codec.has_chat_template) as decode:
+        for done, result in enumerate(decode(lines), 1):
+            if "error" in result:
+                raise GenerationFailedError(f"{set_of[result['line']]}: {result['error']}")
+            results[set_of[result["line"]]].append(result)
+            progress(done / len(lines))
+    return [count_acceptance(name, found, gamma=gamma) for name, found in results.items()]

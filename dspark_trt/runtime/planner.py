@@ -1,0 +1,86 @@
+"""Makes the plan of a step: gathers what the past tells of the requests that run, and shares the token budget.
+
+Shape letters: `R` requests that decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.runtime.corrections import TimeCorrection
+from dspark_trt.runtime.draft_policy import Decoding, DraftChoice
+from dspark_trt.runtime.engine_calls import EngineCalls
+from dspark_trt.runtime.prices import StepPrices
+from dspark_trt.runtime.sampling import is_greedy
+from dspark_trt.runtime.scheduling import Scheduling
+from dspark_trt.runtime.state import Phase, RequestState
+from dspark_trt.runtime.step_plan import StepPlan, draft_cap, max_prefill_tokens, plan_step
+from dspark_trt.steptable.table import StepTable
+
+
+class Planner:
+    """One plan a step, for one loop."""
+
+    def __init__(
+        self,
+        engines: EngineCalls,
+        scheduling: Scheduling | None,
+        step_table: StepTable | None,
+        *,
+        max_verify_len: int,
+        max_stretch: float,
+    ) -> None:
+        """scheduling: None: nobody drafts. max_stretch: see `DecodingLoop`."""
+        self._engines = engines
+        self._scheduling = scheduling
+        self._prices = None if step_table is None else StepPrices(step_table, TimeCorrection(is_on=False))
+        self._max_verify_len = max_verify_len
+        self._max_stretch = max_stretch
+
+    @property
+    def _limits(self) -> EngineLimits:
+        return self._engines.target.limits
+
+    def make_plan(self, running: Sequence[RequestState]) -> StepPlan:
+        """What this step may do at most, from the past alone; its randomness is drawn. `running[row]` has that row."""
+        decode = [state for state in running if state.phase is Phase.DECODE]
+        prompts = [state for state in running if state.phase is Phase.PREFILL]
+        caps = np.array([draft_cap(state, self._max_verify_len) for state in decode], dtype=np.int64)
+        context_tokens = float(self._engines.target_cache.committed[: len(running)].mean())
+        lookups = [state.look_up(cap) if cap > 0 else None for state, cap in zip(decode, caps.tolist(), strict=True)]
+        choice = DraftChoice.nobody(len(decode))
+        if self._scheduling is not None:
+            self._scheduling.begin_step()
+            decoding = Decoding(
+                rows=np.array([state.row for state in decode], dtype=np.int64),
+                generations=np.array([state.generation for state in decode], dtype=np.int64),
+                caps=caps,
+                num_pending=self._engines.num_pending(decode),
+                context_tokens=context_tokens,
+            )
+            are_greedy = [is_greedy(state.params.temperature) for state in decode]
+            choice = self._scheduling.who_drafts(decoding, lookups, are_greedy)
+        plan = plan_step(
+            decode,
+            prompts,
+            choice=choice,
+            caps=caps,
+            lookups=lookups,
+            max_batch_tokens=self._limits.max_batch_tokens,
+            max_prefill_tokens=max_prefill_tokens(
+                self._prices,
+                len(decode),
+                context_tokens,
+                max_batch_tokens=self._limits.max_batch_tokens,
+                max_stretch=self._max_stretch,
+            ),
+            context_tokens=context_tokens,
+        )
+        for index, state in enumerate(plan.decode):
+            state.draw_words(num_slots=1 + plan.num_proposed(index))
+        for chunk in plan.prefill:
+            chunk.state.draw_words(num_slots=1)
+        return plan
