@@ -120,6 +120,26 @@ def bodies() -> st.SearchStrategy[bytes]:
     return changed_json(usual, tuple(names)) | st.binary(max_size=40)
 
 
+OF_DIALECTS = (
+    *("dflash_config", "speculators_config", "transformer_layer_config", "draft_vocab_size", "sample_from_anchor"),
+    *("is_causal", "use_sliding_window", "target_hidden_size", "projector_type", "block_size", "architectures"),
+)
+
+
+def dialects(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """A drafter's configuration, and what other trainers would call it, roughly: enough to get into their readers."""
+    nested = {"mask_token_id": 5, "target_layer_ids": [1, 2], "projector_type": "dspark"}
+    methods = {"proposal_methods": [{"speculative_tokens": 4}]}
+    own = {"block_size": 4, "draft_vocab_size": 320, "speculators_config": methods, "transformer_layer_config": values}
+    return [
+        values,
+        values | {"architectures": ["DFlashDraftModel"], "dflash_config": nested},
+        values | {"architectures": ["DSparkDraftModel"], "dflash_config": nested},
+        own | {"speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [1, 2], "mask_token_id": 5},
+        own | {"speculators_model_type": "dflash", "architectures": ["DFlashSpeculator"]},
+    ]
+
+
 def strategies(readers: Readers) -> dict[str, st.SearchStrategy[bytes]]:
     def configuration(folder: Path) -> dict[str, Any]:
         values: dict[str, Any] = json.loads((folder / "config.json").read_text())
@@ -133,7 +153,9 @@ def strategies(readers: Readers) -> dict[str, st.SearchStrategy[bytes]]:
         "safetensors": safetensors(),
         "gguf": changed_bytes(readers.gguf),
         "target_config": changed_json(configuration(readers.target), ROPE),
-        "drafter_config": changed_json(configuration(readers.drafter), ROPE),
+        "drafter_config": st.sampled_from(dialects(configuration(readers.drafter))).flatmap(
+            lambda values: changed_json(values, (*ROPE, *OF_DIALECTS))
+        ),
         "tokenizer": changed_json(tokenizer, names),
         "recipe": recipe.map(lambda values: yaml.safe_dump(values).encode()) | st.binary(max_size=60),
         "step_table": changed_json(table),
