@@ -13,6 +13,7 @@ EXIT_USER_ERROR = 2
 EXIT_ENVIRONMENT_MISSING = 3
 EXIT_CHECK_FAILED = 4
 _MAX_SHOWN = 120  # characters of a value in a message
+_MAX_MESSAGE = 2500  # characters of one that quotes a file
 
 
 class DSparkError(Exception):
@@ -21,15 +22,23 @@ class DSparkError(Exception):
     exit_code = EXIT_USER_ERROR
 
 
-class RecipeError(DSparkError):
+class _AboutAFile(DSparkError):
+    """What is wrong in a file of somebody else. A message that quotes too much of it is cut in the middle."""
+
+    def __init__(self, message: str) -> None:
+        is_long = len(message) > _MAX_MESSAGE
+        super().__init__(f"{message[: _MAX_MESSAGE - 500]} … {message[-400:]}" if is_long else message)
+
+
+class RecipeError(_AboutAFile):
     """The build recipe or a command-line option is not acceptable."""
 
 
-class CheckpointError(DSparkError):
+class CheckpointError(_AboutAFile):
     """A checkpoint cannot be read, is of an unknown family, or its tensors do not fit its configuration."""
 
 
-class PairingError(DSparkError):
+class PairingError(_AboutAFile):
     """Target and drafter do not belong together."""
 
 
