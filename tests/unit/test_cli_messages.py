@@ -116,9 +116,9 @@ def test_dry_run_prints_the_plan_and_writes_nothing(pair: list[str], tmp_path: P
     assert result.returncode == 0
     for name in ("target", "drafter", "backend", "limits", "memory", "disk", "time"):
         assert f"\n{name} " in f"\n{result.stdout}"
-    assert "KV of all slots" in " ".join(result.stdout.split())
+    assert "KV of all rows" in " ".join(result.stdout.split())
     plan = json.loads(run(*command, "--json").stdout)
-    # 2 slots of 64 + 32 positions, float32, K and V: layers x heads x head_dim of both models
+    # 2 requests of 64 + 32 positions, float32, K and V: layers x heads x head_dim of both models
     assert plan["kv_bytes"] > 0
     assert plan["kv_bytes"] % (2 * (64 + 32) * 4 * 2 * 16) == 0
     assert list(tmp_path.iterdir()) == []
