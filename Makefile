@@ -9,23 +9,35 @@ PROMPTS ?= dspark_trt/calibration/prompts.jsonl
 MINUTES ?= 60
 RECIPE := build/recipe
 
-.PHONY: venv demo drafter test lint clean system-packages
+# From a lock: the versions and sha256 that stand there, nothing besides. One package has no wheel; setuptools is there to build it.
+LOCKED := -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --no-build-isolation \
+	--only-binary=:all: --no-binary=tensorrt-rtx-cu13
+
+.PHONY: venv demo drafter test fuzz lint lock bom clean system-packages
 
 venv: $(VENV)/.installed ## everything, into .venv
 
 # what building, serving and load-testing need; no torch
-$(VENV)/.serving: pyproject.toml setup.py
+$(VENV)/.serving: pyproject.toml setup.py locks/serve.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check "pip>=25.1"
-	$(PY) -m pip install -qq --editable ".[onnxruntime,client,openai]"
+	$(PY) $(LOCKED) --requirement locks/serve.txt
+	$(PY) -m pip install -qq --no-deps --no-build-isolation --editable .
 	touch $@
 
-# what tests and lint need besides; torch first and alone, so that nothing else chooses another build of it
-$(VENV)/.installed: $(VENV)/.serving
+# what tests and lint need besides; torch by its version alone, because each index has a build of its own under it
+$(VENV)/.installed: $(VENV)/.serving locks/test.txt locks/kernels.txt
+	$(PY) $(LOCKED) --requirement locks/test.txt
 	$(PY) -m pip install --quiet torch==2.13.0
-	$(PY) -m pip install -qq --editable ".[onnxruntime,client,openai,reference,tensorrt-rtx]" --group dev
-	$(PY) -m pip install --quiet --no-deps --group kernels
+	$(PY) $(LOCKED) --requirement locks/kernels.txt
 	touch $@
+
+lock: ## choose versions and sha256 again, after a change of pyproject.toml; UPGRADE=--upgrade: the newest that fit
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python $(LOCKED) --requirement locks/uv.txt
+	PATH="build/lock/bin:$$PATH" $(PYTHON) build_scripts/lock.py $(UPGRADE)
+
+bom: $(VENV)/.serving ## bill of materials (CycloneDX) of what serving needs, into build/bom.json
+	$(PY) build_scripts/bill_of_materials.py build/bom.json
 
 system-packages: $(VENV)/.serving ## Debian packages that serving and load tests need, where apt-get may install them
 	build_scripts/install_system_packages.sh
@@ -46,6 +58,9 @@ drafter: venv $(TARGET) ## train the demonstration drafter further on PROMPTS fo
 
 test: venv system-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included
 	$(PY) -m pytest
+
+fuzz: venv ## hostile files and requests, new ones for MINUTES (60); tests/fuzz in `make test` tries the same few hundred
+	$(PY) build_scripts/fuzz.py $(MINUTES)
 
 lint: venv
 	$(VENV)/bin/ruff check .

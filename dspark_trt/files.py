@@ -1,4 +1,8 @@
-"""Files and folders that are there whole or not at all."""
+"""Files and folders that are there whole or not at all.
+
+Names beside a destination can be guessed, and where others may write, a link can lie there first: it is removed, and
+never followed to what it points at.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def default_cache_folder() -> Path:
@@ -33,7 +38,10 @@ def replace_folder(destination: Path) -> Iterator[Path]:
 def remove_partial(destination: Path) -> None:
     """Clear what an interrupted run left behind."""
     for folder in (_scratch(destination), _retired(destination)):
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.is_symlink() or folder.is_file():
+            folder.unlink(missing_ok=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _scratch(destination: Path) -> Path:
@@ -47,5 +55,16 @@ def _retired(destination: Path) -> Path:
 
 def write_atomically(path: Path, text: str) -> None:
     scratch = path.with_name(f".{path.name}.partial")
-    scratch.write_text(text)
-    os.replace(scratch, path)
+    scratch.unlink(missing_ok=True)
+    try:
+        with scratch.open("x", encoding="utf-8") as stream:
+            stream.write(text)
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
+
+
+def open_lock(path: Path) -> IO[str]:
+    """A file to lock, made where it is not there; what it holds is left alone. Raises OSError where it is a link."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644), "w")

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jinja2
-from jinja2.ext import Extension
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from tokenizers import Tokenizer
 
 from dspark_trt.errors import ManifestError, RequestError
+from dspark_trt.templates.chat_template import ChatTemplate
 
 TOKENIZER_FILE = "tokenizer.json"
 TEMPLATE_FILE = "chat_template.jinja"
@@ -47,7 +43,7 @@ class TextCodec:
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self._settings = settings
-        self._template = None if template is None else _environment().from_string(template)
+        self._template = None if template is None else ChatTemplate(template)
 
     @classmethod
     def load(cls, folder: Path) -> TextCodec:
@@ -204,40 +200,3 @@ def _with_object_arguments(call: Any) -> Any:
     except (TypeError, ValueError, RecursionError):  # an object already, or a text that is none
         return call
     return {**call, "arguments": arguments} if isinstance(arguments, dict) else call
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks assistant text for training masks in some templates;
-    here it renders what it encloses."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.Environment:
-    """The helpers and whitespace rules that Hugging Face chat templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML characters, which a model was never trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)

@@ -6,6 +6,7 @@ own dependencies.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from dspark_trt.deployment import Deployment
 
 REPOSITORY = Path(__file__).parent.parent
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # some tests import onnxruntime themselves
 
 
 @pytest.fixture(scope="session")

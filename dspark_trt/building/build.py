@@ -42,7 +42,7 @@ from dspark_trt.building.plan import make_plan
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.building.stages import STAGES, Stage
 from dspark_trt.errors import ManifestError, RecipeError
-from dspark_trt.files import remove_partial, replace_folder, write_atomically
+from dspark_trt.files import open_lock, remove_partial, replace_folder, write_atomically
 from dspark_trt.log import get_logger
 from dspark_trt.machine.packages import DEVICE_DISTRIBUTIONS, installed_versions
 
@@ -214,7 +214,13 @@ def _is_of_a_build(path: Path) -> bool:
 @contextmanager
 def exclusive(output: Path) -> Iterator[None]:
     """Nobody else builds in `output` meanwhile. Raises ManifestError when somebody does."""
-    with (output / ".lock").open("w") as lock:
+    try:
+        opened = open_lock(output / ".lock")
+    except OSError as error:
+        raise ManifestError(
+            f"{output / '.lock'} cannot be opened ({error.strerror}): expected a file of our own, no link; remove it"
+        ) from None
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

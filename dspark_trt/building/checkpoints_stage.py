@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.building.context import Context
+from dspark_trt.building.trial import try_text
 from dspark_trt.checkpoints.layout import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
@@ -48,3 +49,4 @@ def make_checkpoints(context: Context, folder: Path, progress: Progress) -> None
         revision=recipe.target_revision,
         chat_template_kwargs=DEFAULT_TEMPLATE_KWARGS.get(context.target.spec.family, {}) | recipe.chat_template_kwargs,
     )
+    try_text(folder / "tokenizer", recipe.target)

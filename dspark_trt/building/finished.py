@@ -87,5 +87,5 @@ def read_gamma(path: Path) -> int:
     """Of checkpoints/drafter.json. Raises ManifestError."""
     try:
         return int(json.loads(path.read_text())["gamma"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ManifestError(f"{path} cannot be read ({error}); run `dspark-trt build` again") from None

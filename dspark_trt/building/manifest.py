@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dspark_trt.building.recipe import BuildRecipe
-from dspark_trt.errors import ManifestError
+from dspark_trt.errors import ManifestError, abridged, place
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -126,7 +126,7 @@ def is_stage_folder(folder: Path) -> bool:
     """Whether a build made `folder`: a build of any version, and whether or not it is intact."""
     try:
         data = json.loads((folder / MANIFEST_NAME).read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and data.get("stage") == folder.name
 
@@ -136,18 +136,18 @@ def _read(path: Path, model: type[Model]) -> Model:
         data = json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
         raise ManifestError(f"{path} does not exist: not a finished build; run `dspark-trt build`") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ManifestError(f"{path} is not valid JSON ({error}); remove {path.parent} and build again") from None
     found = data.get("schema_version") if isinstance(data, dict) else None
     if found != SCHEMA_VERSION:
-        raise ManifestError(f"{path}: expected schema_version {SCHEMA_VERSION}, found {found}; build again")
+        raise ManifestError(f"{path}: expected schema_version {SCHEMA_VERSION}, found {abridged(found)}; build again")
     if data.get("sha256") != _seal(data):
         raise ManifestError(f"{path} was edited: its sha256 is not that of its content; run `dspark-trt build` again")
     try:
         return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
+        where = place(first["loc"])
         raise ManifestError(f"{path}: {where}: {first['msg']}; remove {path.parent} and build again") from None
 
 

@@ -16,7 +16,7 @@ from dspark_trt.building.option import Option
 from dspark_trt.contract.drafter_form import DrafterPrecision
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.scheduler import parse_scheduler
-from dspark_trt.errors import RecipeError, abridged
+from dspark_trt.errors import RecipeError, abridged, place
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
 NGRAM = "ngram"  # the drafter that is no model; a folder of that name is given as ./ngram
@@ -157,7 +157,7 @@ def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
         return BuildRecipe.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "recipe"
+        key = place(first["loc"]) or "recipe"
         if first["type"] == "missing":
             raise RecipeError(f"{key}: Field required; give --{key} or, in a --recipe file, {key}: …") from None
         accepted = ", ".join(BuildRecipe.model_fields)
@@ -167,14 +167,24 @@ def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
         ) from None
 
 
+class _NoAliases(yaml.SafeLoader):
+    """A few lines of aliases of aliases stand for more than a memory holds."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias; write out what *NAME stands for")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        return node
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _NoAliases)
     except FileNotFoundError:
         raise RecipeError(f"recipe {path} does not exist; give --recipe an existing YAML file") from None
     except OSError as error:
         raise RecipeError(f"recipe {path} cannot be read ({error.strerror}); give --recipe a YAML file") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: no text, or a number of 5000 digits
         raise RecipeError(f"recipe {path} is not valid YAML: {error}") from None
     if loaded is not None and not isinstance(loaded, dict):
         raise RecipeError(f"recipe {path}: expected a mapping of keys, found {type(loaded).__name__}")

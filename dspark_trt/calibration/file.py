@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from dspark_trt.calibration.quality import Quality
 from dspark_trt.contract.calibration import Calibration, SlotCalibration
 from dspark_trt.contract.lookup import UNMEASURED_LOOKUP, LookupAcceptance
-from dspark_trt.errors import ManifestError, RecipeError
+from dspark_trt.errors import ManifestError, RecipeError, place
 
 CALIBRATION_FILE = "calibration.json"
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -146,7 +146,7 @@ def load_calibration(path: Path, *, gamma: int | None = None) -> CalibrationFile
         where = error
         if isinstance(error, ValidationError):
             first = error.errors()[0]
-            where = f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"  # type: ignore[assignment]
+            where = f"{place(first['loc']) or 'file'}: {first['msg']}"  # type: ignore[assignment]
         raise ManifestError(f"{path} is no calibration ({where}); run `dspark-trt calibrate` again") from None
     if gamma is not None and loaded.calibration.gamma != gamma:
         raise ManifestError(

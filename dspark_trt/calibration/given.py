@@ -22,7 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from dspark_trt.calibration.file import CalibrationFile, Lines
 from dspark_trt.contract.calibration import Calibration
-from dspark_trt.errors import RecipeError, abridged
+from dspark_trt.errors import RecipeError, abridged, place
 
 _KEYS = ("sts_temperatures", "temperatures", "confidence_temperatures")
 _FOLDERS = ("profile", "hardware_profile")  # of vllm-ascend
@@ -62,7 +62,7 @@ def _read(path: Path, where: str) -> dict[str, Any]:
         data = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise RecipeError(f"{where} cannot be read ({error.strerror}); give a readable file") from None
-    except ValueError as error:  # no JSON, no UTF-8
+    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, thousands of brackets or digits
         raise RecipeError(f"{where} is not valid JSON ({error}); give a file of temperatures") from None
     if not isinstance(data, dict):
         raise RecipeError(f"{where}: expected a JSON object, found {type(data).__name__}")
@@ -74,7 +74,7 @@ def _own(where: str, data: dict[str, Any]) -> CalibrationFile:
         return CalibrationFile.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(map(str, first["loc"])) or "file"
+        key = place(first["loc"]) or "file"
         raise RecipeError(
             f"{where}: {key}: {first['msg'].removeprefix('Value error, ')}; give the calibration.json of "
             "a build as it was written"
@@ -83,13 +83,13 @@ def _own(where: str, data: dict[str, Any]) -> CalibrationFile:
 
 def _temperatures(where: str, data: dict[str, Any]) -> list[float]:
     places = [data, *(data[name] for name in _FOLDERS if isinstance(data.get(name), dict))]
-    for place in places:
+    for values in places:
         for key in _KEYS:
-            if key in place:
-                return _checked(where, key, place[key])
+            if key in values:
+                return _checked(where, key, values[key])
     raise RecipeError(
         f"{where}: expected a build's calibration.json or a list under one of {', '.join(_KEYS)}, found "
-        f"keys {sorted(data)[:8]}"
+        f"keys {abridged(sorted(data)[:8])}"
     )
 
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from dspark_trt.errors import RecipeError
 
@@ -49,7 +49,7 @@ def _parse(lines: Sequence[str], where: str) -> list[Prompt]:
             continue
         try:
             prompt = Prompt.model_validate(json.loads(line))
-        except (json.JSONDecodeError, ValidationError) as error:
+        except (ValueError, RecursionError) as error:  # a ValidationError is a ValueError
             raise RecipeError(f'{where}, line {number}: {error}; expected {{"prompt": "..."}}') from None
         split: Split = prompt.split or ("held_out" if len(prompts) % 4 == 3 else "fit")
         prompts.append(prompt.model_copy(update={"split": split}))

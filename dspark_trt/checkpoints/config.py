@@ -18,7 +18,7 @@ from dspark_trt.checkpoints.layout import check_sizes
 from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, WholeNumber, reach, rope_spec
 from dspark_trt.checkpoints.spec import DecoderSpec, GenerationDefaults, RopeSpec
-from dspark_trt.errors import CheckpointError
+from dspark_trt.errors import CheckpointError, abridged, place
 
 logger = logging.getLogger(__name__)
 
@@ -161,8 +161,8 @@ def parse(model: type[Model], values: dict[str, Any], where: str, hints: dict[st
         return model.model_validate({key: value for key, value in values.items() if value is not None})
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        hint = (hints or {}).get(str(first["loc"][0]), "compare it with the configuration of a published checkpoint")
+        key = place(first["loc"])
+        hint = (hints or {}).get(place(first["loc"][:1]), "compare it with the configuration of a published checkpoint")
         if first["type"] == "missing":
             raise CheckpointError(f"{where}: {key} is missing; {hint}") from None
         if first["type"] == "extra_forbidden":
@@ -189,7 +189,7 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
 def architectures_of(values: dict[str, Any]) -> list[str]:
     """`architectures` as a list, also where a hand-written configuration has one name in the place of a list."""
     found = values.get("architectures") or []
-    return [str(each) for each in (found if isinstance(found, list) else [found])]
+    return [abridged(each).strip("'") for each in (found if isinstance(found, list) else [found])]
 
 
 def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSpec:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dspark_trt.checkpoints.config import read_json
 from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.spec import TensorInfo
-from dspark_trt.errors import CheckpointError
+from dspark_trt.errors import CheckpointError, abridged
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -173,14 +173,17 @@ def _check_order(file: Path, header: dict[str, Any]) -> None:
     """Offsets are whole numbers, and no byte belongs to two tensors."""
     spans = []
     for name, entry in header.items():
+        if not isinstance(entry["dtype"], str):
+            raise _damaged(file, f"tensor {name[:80]} has the type {abridged(entry['dtype'])}")
         numbers = (*entry["shape"], *entry["data_offsets"])
         if any(type(number) is not int or number < 0 for number in numbers) or len(entry["data_offsets"]) != 2:
-            raise _damaged(file, f"tensor {name} has shape {entry['shape']} and offsets {entry['data_offsets']}")
+            found = f"has shape {abridged(entry['shape'])} and offsets {abridged(entry['data_offsets'])}"
+            raise _damaged(file, f"tensor {name[:80]} {found}")
         spans.append((*entry["data_offsets"], name))
     last_end, last_name = 0, ""
     for begin, end, name in sorted(spans):
         if begin > end or begin < last_end:
-            raise _damaged(file, f"tensor {name} at bytes {begin} to {end} overlaps {last_name or 'itself'}")
+            raise _damaged(file, f"tensor {name[:80]} at bytes {begin} to {end} overlaps {last_name[:80] or 'itself'}")
         last_end, last_name = end, name
 
 
@@ -189,10 +192,11 @@ def _entry(file: Path, name: str, entry: dict[str, Any], data_start: int, size: 
     shape = tuple(entry["shape"])
     begin, end = entry["data_offsets"]
     if data_start + end > size:
-        raise _damaged(file, f"tensor {name} ends at byte {data_start + end}, the file at byte {size}")
+        raise _damaged(file, f"tensor {name[:80]} ends at byte {data_start + end}, the file at byte {size}")
     known = (_NUMPY_DTYPES | _INTEGER_DTYPES).get(dtype)
     if known is not None and math.prod(shape) * known.itemsize != end - begin:
-        raise _damaged(file, f"tensor {name} of shape {list(shape)} and type {dtype} does not take {end - begin} bytes")
+        what = f"tensor {name[:80]} of shape {abridged(list(shape))} and type {dtype}"
+        raise _damaged(file, f"{what} does not take {end - begin} bytes")
     return TensorInfo(dtype=dtype, shape=shape, file=file, offset=data_start + begin)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from dspark_trt.checkpoints.spec import DrafterSpec, DraftSource, NgramSpec, TargetSpec
-from dspark_trt.errors import ManifestError
+from dspark_trt.errors import ManifestError, place
 
 Spec = TypeVar("Spec", TargetSpec, DrafterSpec, NgramSpec)
 
@@ -47,7 +47,7 @@ def _from_json(kind: type[Spec], values: Any) -> Spec:
         spec = TypeAdapter(kind).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
+        key = place(first["loc"])
         raise ManifestError(f"{kind.__name__}: {key}: {first['msg']}; run the build again") from None
     if spec_to_json(spec) != values:  # pydantic ignores unknown keys of a dataclass and fills absent ones
         raise ManifestError(f"{kind.__name__}: the keys are not those of this version; run the build again")

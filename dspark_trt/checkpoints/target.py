@@ -26,7 +26,7 @@ from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safe
 from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
 from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
 from dspark_trt.checkpoints.tokenizer import folder_text
-from dspark_trt.errors import CheckpointError
+from dspark_trt.errors import CheckpointError, abridged
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def read_generation_config(folder: Path) -> GenerationConfig:
         values = {key: value for key, value in values.items() if key not in _SAMPLING_KEYS}
     for key in _IGNORED_GENERATION_KEYS:
         if values.get(key):
-            logger.warning("%s: %s = %r has no counterpart here and is left out", path, key, values[key])
+            logger.warning("%s: %s = %s has no counterpart here and is left out", path, key, abridged(values[key]))
     return parse(GenerationConfig, values, str(path))
 
 
@@ -122,13 +122,14 @@ def _family(values: dict[str, Any], where: str) -> Family:
     family, architectures = values.get("model_type"), architectures_of(values)
     if not isinstance(family, str) or family not in _ARCHITECTURES:
         raise CheckpointError(
-            f"{where}: model_type {family!r} is not a supported target family; expected "
+            f"{where}: model_type {abridged(family)} is not a supported target family; expected "
             f"{' or '.join(map(repr, _ARCHITECTURES))} (dense)"
         )
     if architectures and architectures != [_ARCHITECTURES[family]]:
         hint = "; this is a drafter, give it as --drafter" if "DSpark" in str(architectures) else ""
         raise CheckpointError(
-            f"{where}: architectures {architectures} is not supported, expected [{_ARCHITECTURES[family]!r}]{hint}"
+            f"{where}: architectures {abridged(architectures)} is not supported, expected "
+            f"[{_ARCHITECTURES[family]!r}]{hint}"
         )
     return cast(Family, family)
 

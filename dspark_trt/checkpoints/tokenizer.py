@@ -21,6 +21,8 @@ from dspark_trt.text import SETTINGS_FILE, TEMPLATE_FILE, TOKENIZER_FILE, TextCo
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
+_MAX_GROWTH = 4096  # of a text by all replacements together
+
 
 def write_tokenizer(
     source: str,
@@ -59,6 +61,8 @@ def folder_text(folder: Path) -> TargetText:
             "AutoTokenizer.from_pretrained(...).save_pretrained(...) of transformers, or copy it from the model's "
             "publisher"
         )
+    check_file(file)
+    _check_growth(file)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises plain Exception
@@ -67,12 +71,33 @@ def folder_text(folder: Path) -> TargetText:
     return TargetText(tokenizer, _chat_template(folder, config), _special_tokens(folder, config))
 
 
+def _check_growth(file: Path) -> None:
+    """Raises CheckpointError where replacements, one after the other, would make a short text fill the memory."""
+    growth, waiting = 1.0, [*read_json(file).values()]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, dict) and part.get("type") == "Replace":
+            pattern, content = part.get("pattern"), part.get("content")
+            literal = pattern.get("String") if isinstance(pattern, dict) else None
+            length = len(content) if isinstance(content, str) else 0
+            growth *= max(1.0, length / len(literal) if isinstance(literal, str) and literal else length + 1)
+        elif isinstance(part, dict) and not part.keys() >= {"vocab", "merges"}:
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    if growth > _MAX_GROWTH:
+        raise CheckpointError(
+            f"{file}: its replacements can make a text {growth:.0e} times as long, expected at most {_MAX_GROWTH} "
+            "times; use the tokenizer of the model's publisher"
+        )
+
+
 def _special_tokens(folder: Path, config: dict[str, Any]) -> SpecialTokens:
     """The variables that transformers hands to a template; an entry is a string or an object with `content`."""
     older = folder / "special_tokens_map.json"
     values = (read_json(older) if older.is_file() else {}) | config
     tokens: SpecialTokens = {key: _content(values[key]) for key in _SPECIAL_TOKENS if values.get(key) is not None}
-    if more := values.get("additional_special_tokens"):
+    if isinstance(more := values.get("additional_special_tokens"), list) and more:
         tokens["additional_special_tokens"] = [_content(token) for token in more]
     return tokens
 

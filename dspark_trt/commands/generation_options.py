@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dspark_trt.building.option import Option
-from dspark_trt.errors import RequestError, abridged
+from dspark_trt.errors import RequestError, abridged, place
 
 if TYPE_CHECKING:
     from dspark_trt.deployment import Deployment
@@ -90,7 +90,7 @@ def generation_options(given: Mapping[str, Any]) -> GenerationOptions:
         return GenerationOptions.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        field, message = ".".join(map(str, first["loc"])), first["msg"].removeprefix("Value error, ")
+        field, message = place(first["loc"]), first["msg"].removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             known = ", ".join(GenerationOptions.model_fields)
             raise RequestError(f"{field}: is no field of a request; known: {known}") from None

@@ -84,5 +84,5 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path} cannot be read ({error}); run `dspark-trt build` again") from None

@@ -115,7 +115,7 @@ def _object(flag: str, text: str) -> dict[str, Any]:
     """Raises RecipeError when `text` is no JSON object."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RecipeError(f"{flag}: not valid JSON ({error}); expected an object such as '{{\"key\": true}}'") from None
     if not isinstance(value, dict):
         raise RecipeError(f"{flag}: expected a JSON object, found {type(value).__name__}")

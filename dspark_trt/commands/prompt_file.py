@@ -20,6 +20,7 @@ from dspark_trt.commands.generation_options import generation_options
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.deployment import Deployment
 from dspark_trt.errors import DSparkError, RequestError, abridged
+from dspark_trt.files import write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ def unfinished(prompts_file: Path, results_file: Path) -> PromptLines:
         try:
             result = json.loads(line)
             number = int(result["line"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             if position == len(lines):  # the last line of an interrupted run
                 continue
             raise RequestError(
@@ -142,15 +143,11 @@ def write_results(
 @contextmanager
 def _open_results(path: Path, kept: tuple[str, ...]) -> Iterator[IO[str]]:
     """The file with what is kept in it, ready for more; kept lines are never at risk while it is written anew."""
-    scratch = path.with_name(f".{path.name}.partial")
     try:
-        scratch.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        scratch.replace(path)
+        write_atomically(path, "".join(f"{line}\n" for line in kept))
         stream = path.open("a", encoding="utf-8")
     except OSError as error:
         raise RequestError(f"--output {path} cannot be written ({error.strerror}); give another file") from None
-    finally:
-        scratch.unlink(missing_ok=True)
     with stream:
         yield stream
 
@@ -166,7 +163,7 @@ def _prompt(deployment: Deployment, line: PromptLine, given: dict[str, Any], *, 
 def _read_prompt(deployment: Deployment, line: str, given: dict[str, Any], *, is_chat: bool) -> Prompt:
     try:
         fields = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"not valid JSON ({error}); expected an object with prompt or messages") from None
     if not isinstance(fields, dict) or ("prompt" in fields) == ("messages" in fields):
         raise RequestError(f"expected an object with prompt or messages, found {abridged(fields)}")

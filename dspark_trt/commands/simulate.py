@@ -97,5 +97,5 @@ def _chances(text: str) -> tuple[float, ...]:
 def _read_bench(path: Path) -> list[dict[str, Any]]:
     try:
         return list(json.loads(path.read_text())["summaries"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RecipeError(f"--against {path}: expected a JSON report of `dspark-trt bench` ({error})") from None

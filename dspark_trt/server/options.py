@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from dspark_trt.errors import RecipeError
+from dspark_trt.machine.address import family_of
 from dspark_trt.serving.limits import AdmissionLimits
 
 LogFormat = Literal["text", "json"]
@@ -62,7 +63,7 @@ def with_ports(options: ServeOptions) -> ServeOptions:
 
         def choose(name: str) -> int:
             port: int = getattr(options, name)
-            listener = stack.enter_context(socket.socket())
+            listener = stack.enter_context(socket.socket(family_of(options.address)))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended do not count
             try:
                 listener.bind((options.address, port))

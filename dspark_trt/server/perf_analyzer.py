@@ -18,12 +18,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_trt.errors import EnvironmentMissingError
-from dspark_trt.server.tool_cache import assemble, default_cache_folder, download_wheel, missing_libraries, prepend
+from dspark_trt.server.tool_cache import (
+    Wheel,
+    assemble,
+    default_cache_folder,
+    download_wheel,
+    missing_libraries,
+    prepend,
+)
 
-WHEEL_VERSION = "2.60.0"
+WHEEL = Wheel("perf-analyzer", "2.60.0", ("23ef56b107ae9233e5cf09fbdf508dd9b936a52f1bae2f63f53c8117087b3f25",))
+WHEEL_DIGEST = "bb9097f111b7205c6ce67977aff02fc6bbe3c523a2d403259db0702d53f277da"  # of the tree that it unpacks to
 WHEEL_NEEDS_GLIBC = (2, 38)
-CLIENT_VERSION = "2.51.0"
-CUDA_RUNTIME_VERSION = "12.9.79"
+CLIENT = Wheel("tritonclient", "2.51.0", ("c485bb0123bdf310f90bc8b03d3489b28df2ffed55b30c7eee0b795b48113d52",))
+CUDA_RUNTIME = Wheel(
+    "nvidia-cuda-runtime-cu12", "12.9.79", ("25bba2dfb01d48a9b59ca474a1ac43c6ebf7011f1b0b8cc44f54eb6ac48a96c3",)
+)
+CLIENT_DIGEST = "71c110eea9e36c6417654a38f9a2775cfafd5188309e70c38d208197266fae16"  # of the tree that both unpack to
 _LIBB64 = "libb64.so.0d"
 
 
@@ -32,12 +43,13 @@ class PerfAnalyzer:
     """An executable perf_analyzer and where it comes from."""
 
     executable: Path
-    libraries: Path
+    libraries: tuple[Path, ...]
     origin: str
 
     def environment(self) -> dict[str, str]:
         environment = dict(os.environ)
-        prepend(environment, "LD_LIBRARY_PATH", self.libraries)
+        for folder in self.libraries:
+            prepend(environment, "LD_LIBRARY_PATH", folder)
         return environment
 
 
@@ -46,15 +58,20 @@ def find_perf_analyzer(cache: Path | None = None) -> PerfAnalyzer:
     cache = cache or default_cache_folder()
     glibc = _glibc_version()
     host = f"glibc {glibc[0]}.{glibc[1]}"
+    libraries: tuple[Path, ...] = ()
     if glibc >= WHEEL_NEEDS_GLIBC:
-        root = cache / f"perf-analyzer-{WHEEL_VERSION}"
-        assemble(root, _fill_from_wheel)
-        origin = f"perf-analyzer {WHEEL_VERSION} ({host})"
+        root = cache / f"perf-analyzer-{WHEEL.version}"
+        assemble(root, _fill_from_wheel, WHEEL_DIGEST)
+        origin = f"perf-analyzer {WHEEL.version} ({host})"
     else:
-        root = cache / f"perf-analyzer-of-tritonclient-{CLIENT_VERSION}"
-        assemble(root, _fill_from_client)
-        origin = f"the binary of tritonclient {CLIENT_VERSION} ({host}: perf-analyzer {WHEEL_VERSION} needs 2.38)"
-    found = PerfAnalyzer(root / "perf_analyzer", root / "lib", origin)
+        root = cache / f"perf-analyzer-{CLIENT.version}-of-tritonclient"
+        assemble(root, _fill_from_client, CLIENT_DIGEST)
+        origin = f"the binary of tritonclient {CLIENT.version} ({host}: perf-analyzer {WHEEL.version} needs 2.38)"
+        libraries = (root / "lib",)
+        if _LIBB64 in missing_libraries(root / "perf_analyzer", os.environ):
+            assemble(cache / "libb64", _fetch_libb64, None)  # apt-get has checked who signed it
+            libraries += (cache / "libb64",)
+    found = PerfAnalyzer(root / "perf_analyzer", libraries, origin)
     missing = missing_libraries(found.executable, found.environment())
     if missing:
         raise EnvironmentMissingError(
@@ -75,19 +92,16 @@ def _glibc_version() -> tuple[int, int]:
 
 
 def _fill_from_wheel(scratch: Path, contents: Path) -> None:
-    (contents / "lib").mkdir()
-    wheel = download_wheel("perf-analyzer", WHEEL_VERSION, scratch)
+    wheel = download_wheel(WHEEL, scratch)
     _extract(wheel, "perf_analyzer/bin/perf_analyzer", contents / "perf_analyzer")
 
 
 def _fill_from_client(scratch: Path, contents: Path) -> None:
     (contents / "lib").mkdir()
-    wheel = download_wheel("tritonclient", CLIENT_VERSION, scratch)
-    _extract(wheel, f"tritonclient-{CLIENT_VERSION}.data/data/bin/perf_analyzer", contents / "perf_analyzer")
-    runtime = download_wheel("nvidia-cuda-runtime-cu12", CUDA_RUNTIME_VERSION, scratch)
+    wheel = download_wheel(CLIENT, scratch)
+    _extract(wheel, f"tritonclient-{CLIENT.version}.data/data/bin/perf_analyzer", contents / "perf_analyzer")
+    runtime = download_wheel(CUDA_RUNTIME, scratch)
     _extract(runtime, "nvidia/cuda_runtime/lib/libcudart.so.12", contents / "lib" / "libcudart.so.12")
-    if _LIBB64 in missing_libraries(contents / "perf_analyzer", os.environ):
-        _fetch_libb64(scratch, contents / "lib")
 
 
 def _extract(wheel: Path, name: str, destination: Path) -> None:
@@ -96,13 +110,13 @@ def _extract(wheel: Path, name: str, destination: Path) -> None:
     destination.chmod(0o755)
 
 
-def _fetch_libb64(scratch: Path, libraries: Path) -> None:
+def _fetch_libb64(scratch: Path, contents: Path) -> None:
     """Unpack Debian's package without installing it; needs no root, only apt's package lists."""
     if shutil.which("apt-get") and shutil.which("dpkg"):
         subprocess.run(["apt-get", "download", "--quiet", "libb64-0d"], cwd=scratch, capture_output=True, check=False)
     for package in scratch.glob("libb64-0d_*.deb"):
         subprocess.run(["dpkg", "-x", package, scratch / "libb64"], check=True)
         (library,) = scratch.glob(f"libb64/usr/lib/*/{_LIBB64}")
-        (libraries / _LIBB64).write_bytes(library.read_bytes())
+        (contents / _LIBB64).write_bytes(library.read_bytes())
         return
     raise EnvironmentMissingError(f"perf_analyzer needs {_LIBB64}; install it with: apt-get install libb64-0d")

@@ -17,7 +17,6 @@ looks into its working directory first, so the server runs in that folder; every
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import sysconfig
@@ -26,10 +25,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dspark_trt.errors import EnvironmentMissingError
-from dspark_trt.server.tool_cache import assemble, default_cache_folder, download_wheel, missing_libraries, prepend
+from dspark_trt.server.environment import engine_environment
+from dspark_trt.server.tool_cache import (
+    Wheel,
+    assemble,
+    default_cache_folder,
+    download_wheel,
+    missing_libraries,
+    prepend,
+)
 
-WHEEL_VERSION = "0.7.0"  # carries Triton 2.51.0
-NUMPY_VERSION = "1.26.4"  # the last release of numpy 1
+WHEEL = Wheel(  # carries Triton 2.51.0
+    "nvidia-pytriton", "0.7.0", ("21f063ff93bb426d0c06b7a55e7eb9efcfe62c0dddd9a908e9877e18710128df",)
+)
+NUMPY = Wheel(  # the last release of numpy 1
+    "numpy",
+    "1.26.4",
+    (
+        "666dbfb6ec68962c033a450943ded891bed2d54e6755e35e5835d63f4f6931d5",  # Python 3.11
+        "675d61ffbfa78604709862923189bad94014bef562cc35cf61d3a07bba02a7ed",  # Python 3.12
+    ),
+)
+TREE_DIGESTS = {
+    "3.11": "5f4e584ce3ee8c76e1c4b18c6e822d58f0df1fb978244e6e9f6805c7aa3a83bf",
+    "3.12": "c38453a681820a0ef5032619e357cb59aff450ef32fa33e00b506baaebaeeeca",
+}  # by Python: what the two wheels unpack to
 LAST_PYTHON = (3, 12)  # that numpy 1 was released for
 _SERVER = "pytriton/tritonserver"
 _LIBRARIES = "nvidia_pytriton.libs"
@@ -44,8 +64,8 @@ class ServerTree:
     working_directory: Path | None = None  # where the server must run; None: anywhere
 
     def environment(self) -> dict[str, str]:
-        """The environment in which the server finds this interpreter's packages and libpython."""
-        environment = dict(os.environ)
+        """What of our environment the server is given, and where it finds this interpreter's packages and libpython."""
+        environment = engine_environment()
         # The backend's stub embeds the `python3` that comes first on PATH, and with it that environment's packages.
         prepend(environment, "PATH", _interpreter_folder())
         prepend(environment, "LD_LIBRARY_PATH", _own_libpython_folder())
@@ -62,13 +82,13 @@ def find_server(cache: Path | None = None) -> ServerTree:
         return ServerTree(executable=Path(installed))
     if sys.version_info[:2] > LAST_PYTHON:
         raise EnvironmentMissingError(
-            f"no tritonserver on PATH, and the one inside nvidia-pytriton {WHEEL_VERSION} needs numpy 1: expected "
+            f"no tritonserver on PATH, and the one inside {WHEEL} needs numpy 1: expected "
             f"Python {LAST_PYTHON[0]}.{LAST_PYTHON[1]} or older, found {sys.version_info[0]}.{sys.version_info[1]}; "
             "run dspark-trt under that one (make PYTHON=python3.12), or put a tritonserver on PATH"
         )
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    root = (cache or default_cache_folder()) / f"tritonserver-{WHEEL_VERSION}-py{python}"
-    assemble(root, lambda scratch, contents: _fill(scratch, contents, python))
+    root = (cache or default_cache_folder()) / f"tritonserver-{WHEEL.version}-py{python}"
+    assemble(root, lambda scratch, contents: _fill(scratch, contents, python), TREE_DIGESTS[python])
     tree = ServerTree(root / _SERVER / "bin/tritonserver", root / _SERVER / "backends", root / "python")
     _check_libraries(tree, python)
     return tree
@@ -78,15 +98,15 @@ def _fill(scratch: Path, contents: Path, python: str) -> None:
     """Unpack what a server needs of the two wheels."""
     stub = f"{_SERVER}/python_backend_stubs/{python}/triton_python_backend_stub"
     kept = (f"{_SERVER}/bin/", f"{_SERVER}/backends/", f"{_SERVER}/caches/", f"{_LIBRARIES}/", stub)
-    with zipfile.ZipFile(download_wheel("nvidia-pytriton", WHEEL_VERSION, scratch)) as archive:
+    with zipfile.ZipFile(download_wheel(WHEEL, scratch)) as archive:
         names = [name for name in archive.namelist() if name.startswith(kept)]
         if stub not in names:
             raise EnvironmentMissingError(
-                f"nvidia-pytriton {WHEEL_VERSION} has no Python backend stub for Python {python}: expected {stub} in "
+                f"{WHEEL} has no Python backend stub for Python {python}: expected {stub} in "
                 "the wheel; run dspark-trt under Python 3.11, or put a tritonserver of this Python on PATH"
             )
         archive.extractall(contents, names)
-    with zipfile.ZipFile(download_wheel("numpy", NUMPY_VERSION, scratch)) as archive:
+    with zipfile.ZipFile(download_wheel(NUMPY, scratch)) as archive:
         archive.extractall(contents / "python")
     backend = contents / _SERVER / "backends/python"
     shutil.move(contents / stub, backend / "triton_python_backend_stub")

@@ -22,6 +22,7 @@ from types import TracebackType
 from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError
+from dspark_trt.machine.address import in_url, is_ipv6
 from dspark_trt.server.http_calls import generate, is_ready
 from dspark_trt.server.options import ServeOptions, with_ports
 from dspark_trt.server.prober import Prober
@@ -88,7 +89,8 @@ class TritonServer:
         return f"{self._connect_host()}:{self._options.grpc_port}"
 
     def _connect_host(self) -> str:
-        return "127.0.0.1" if self._options.address == "0.0.0.0" else self._options.address
+        address = self._options.address
+        return in_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address))
 
     def __enter__(self) -> TritonServer:
         """Start the server and wait for its first answer.
@@ -208,12 +210,13 @@ class TritonServer:
 
     def _arguments(self) -> Iterator[str]:
         options = self._options
-        for service, port in (
-            ("http", options.http_port),
-            ("grpc", options.grpc_port),
-            ("metrics", options.metrics_port),
+        http_address = f"ipv6:{options.address}" if is_ipv6(options.address) else options.address  # libevent's spelling
+        for service, address, port in (
+            ("http", http_address, options.http_port),
+            ("grpc", in_url(options.address), options.grpc_port),
+            ("metrics", http_address, options.metrics_port),
         ):
-            yield f"--{service}-address={options.address}"
+            yield f"--{service}-address={address}"
             yield f"--{service}-port={port}"
         yield f"--http-restricted-api={_RESTRICTED}:X-Dspark-Admin={self._admin_key}"
         yield f"--grpc-restricted-protocol={_RESTRICTED}:dspark-admin={self._admin_key}"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.errors import ManifestError
+from dspark_trt.errors import ManifestError, abridged, place
 
 SCHEMA_VERSION = 2
 CONTEXT_STEP = 32  # prices are computed for context depths rounded to so many positions
@@ -209,18 +209,20 @@ class StepTable:
             data = json.loads(path.read_text())
             if not isinstance(data, dict) or (odd := sorted(set(data) - set(cls.__dataclass_fields__))):
                 raise ValueError(
-                    f"expected a table with known fields, found {odd if isinstance(data, dict) else data!r}"
+                    f"expected a table with known fields, found {abridged(odd if isinstance(data, dict) else data)}"
                 )
             if data.get("schema_version") != SCHEMA_VERSION:
-                raise ValueError(f"expected step table schema {SCHEMA_VERSION}, found {data.get('schema_version')}")
+                raise ValueError(
+                    f"expected step table schema {SCHEMA_VERSION}, found {abridged(data.get('schema_version'))}"
+                )
             return TypeAdapter(cls).validate_python(data)
         except FileNotFoundError:
             raise ManifestError(f"no step table at {path}; run `dspark-trt build` again") from None
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "table"
+            where = place(first["loc"]) or "table"
             raise ManifestError(f"{path}: {where}: {first['msg']}; run `dspark-trt profile` again") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ManifestError(f"{path} is no step table ({error}); run `dspark-trt profile` again") from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,20 @@ def test_without_onnxruntime_the_error_names_the_package_to_install(
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(EnvironmentMissingError, match=r"pip install onnxruntime=="):
         OnnxRuntimeTargetEngine(graphs, SETTINGS)
+
+
+def test_nothing_of_a_model_is_reported_to_anybody(graphs: Path, tmp_path: Path) -> None:
+    """ONNX Runtime writes what it is about to send, names and hashes of graphs among it, below the home folder."""
+    home = tmp_path / "home"
+    home.mkdir()
+    code = (
+        "import sys, pathlib; from dspark_trt.engines.onnxruntime.session import GraphSession\n"
+        "GraphSession(pathlib.Path(sys.argv[1]), num_threads=1)"
+    )
+    (graph,) = graphs.glob("target*.onnx")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(home)}  # in CI, and under tests, it reports nothing anyway
+    subprocess.run([sys.executable, "-c", code, graph], check=True, timeout=60, env=environment)
+    assert not list(home.rglob("*"))
 
 
 def test_importing_the_engines_loads_neither_onnxruntime_nor_torch() -> None:

@@ -47,7 +47,8 @@ def check(document: dict[str, Any]) -> None:
 
 def test_kubernetes_accepts_every_object() -> None:
     kinds = [document["kind"] for document in documents("kubernetes.yaml")]
-    assert kinds == ["Deployment", "Service", "Service", "PodDisruptionBudget", "HorizontalPodAutoscaler"]
+    scaled = ["PodDisruptionBudget", "HorizontalPodAutoscaler"]
+    assert kinds == ["Deployment", "NetworkPolicy", "Service", "Service", *scaled]
     for document in documents("kubernetes.yaml"):
         check(document)
     check({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "dspark"}, "spec": pods()["kserve"]})
@@ -72,6 +73,29 @@ def test_container_calls_serve_with_options_that_it_has_and_asks_routes_that_the
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts["shared-memory"] == "/dev/shm"
     assert folder == "/mnt/models" or folder == mounts["build"]
+
+
+@pytest.mark.parametrize("example", ["kubernetes", "kserve"])
+def test_pod_has_no_rights(example: str) -> None:
+    pod = pods()[example]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert writable == {"/dev/shm", "/tmp"}
+
+
+def test_pod_can_call_nobody() -> None:
+    (policy,), (deployment,) = of_kind("NetworkPolicy"), of_kind("Deployment")
+    assert policy["spec"]["podSelector"] == deployment["spec"]["selector"]
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    assert policy["spec"]["egress"] == []
 
 
 def test_pod_has_time_to_drain_and_services_and_scaler_name_what_is_there() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +22,12 @@ BoundArrays = Mapping[str, NDArray[Any]]
 
 
 def import_onnxruntime() -> Any:
-    """The onnxruntime module. Raises EnvironmentMissingError with the command that installs it."""
+    """The onnxruntime module. Raises EnvironmentMissingError with the command that installs it.
+
+    Releases since 1.29 send names and hashes of models, and of the program that runs them, to their maker, unless this
+    variable is there before they are imported.
+    """
+    os.environ["ORT_DISABLE_TELEMETRY"] = "1"
     try:
         import onnxruntime
     except ImportError as error:
@@ -29,6 +35,7 @@ def import_onnxruntime() -> Any:
             f"the onnxruntime backend needs the package onnxruntime, which cannot be imported ({error}); "
             f"install it: {install_extra('onnxruntime')}"
         ) from None
+    onnxruntime.disable_telemetry_events()  # where somebody else imported it first
     return onnxruntime
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import socket
 import ssl
 import subprocess
@@ -13,10 +12,11 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
+from dspark_trt.machine.address import family_of, in_url
 from dspark_trt.machine.packages import install_extra
+from dspark_trt.server.environment import front_end_environment
 from dspark_trt.server.openai.settings import DEFAULT_TIMEOUT_S, FrontEndOptions, FrontEndSettings, make_settings
 
 _START_TIMEOUT_S = 60.0
@@ -24,18 +24,6 @@ _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 _MIN_LIFE_S = 2.0  # between two starts: a front end that cannot live does not keep the machine busy
 _BACKLOG = 512
-_ENVIRONMENT = (  # that the process needs: no tokens and keys of others
-    "PATH",
-    "LD_LIBRARY_PATH",
-    "PYTHONHOME",
-    "PYTHONPATH",
-    "HOME",
-    "TMPDIR",
-    "LANG",
-    "LC_ALL",
-    "LC_CTYPE",
-    "TZ",
-)
 _PACKAGES = ("fastapi", "uvicorn", "tritonclient")
 
 
@@ -51,8 +39,7 @@ class FrontEndProcess:
     @property
     def url(self) -> str:
         host, port = self._listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        return f"{'https' if self._settings.tls_certificate else 'http'}://{shown}:{port}"
+        return f"{'https' if self._settings.tls_certificate else 'http'}://{in_url(host)}:{port}"
 
     @property
     def model_name(self) -> str:
@@ -64,7 +51,7 @@ class FrontEndProcess:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "dspark_trt.server.openai", str(self._listener.fileno())],
             stdin=subprocess.PIPE,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            env=front_end_environment(),
             pass_fds=[self._listener.fileno()],
             start_new_session=True,  # a terminal's signals are for `serve`
         )
@@ -164,7 +151,7 @@ def check_packages() -> None:
 def listen(options: FrontEndOptions) -> socket.socket:
     """Raises RecipeError for an address or a port that cannot be listened on."""
     try:
-        family: Any = socket.AF_INET6 if ":" in options.address else socket.AF_INET
+        family = family_of(options.address)
         return socket.create_server((options.address, options.port), family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
         raise RecipeError(

@@ -69,3 +69,22 @@ def test_file_that_cannot_be_read_as_text_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "binary.yaml"):
         with pytest.raises(RecipeError, match=path.name):
             load_recipe(path, PAIR)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: &a [x, x]\ntarget: *a\n", "an alias; write out"),
+        ("a: &a [x]\nb: &b [*a, *a, *a]\nc: [*b, *b, *b]\n", "an alias"),
+        ("target: &a\n  - *a\n", "an alias"),
+        ("target: " + "[" * 5000 + "]" * 5000, "recursion"),
+        ("max_slots: " + "9" * 5000, "digits"),
+        ("target: !!python/object/apply:os.system [id]", "python/object"),
+    ],
+)
+def test_file_that_stands_for_more_than_it_holds_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    """S13, S14: nine aliases of nine aliases of nine took minutes once they were printed."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError, match=rf"recipe\.yaml is not valid YAML: (?s:.)*{message}"):
+        load_recipe(path, PAIR)

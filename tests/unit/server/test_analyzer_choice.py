@@ -9,6 +9,7 @@ import pytest
 
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.server import perf_analyzer
+from dspark_trt.server.tool_cache import Wheel, assemble
 
 WHEELS = {
     "perf-analyzer": {"perf_analyzer/bin/perf_analyzer": b"of the wheel"},
@@ -21,14 +22,15 @@ WHEELS = {
 def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A host whose registry has the three wheels and which lacks no library."""
 
-    def download(package: str, version: str, folder: Path) -> Path:
-        wheel = folder / f"{package}-{version}.whl"
-        with zipfile.ZipFile(wheel, "w") as archive:
-            for name, content in WHEELS[package].items():
+    def download(wheel: Wheel, folder: Path) -> Path:
+        path = folder / f"{wheel.package}-{wheel.version}.whl"
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, content in WHEELS[wheel.package].items():
                 archive.writestr(name, content)
-        return wheel
+        return path
 
     monkeypatch.setattr(perf_analyzer, "download_wheel", download)
+    monkeypatch.setattr(perf_analyzer, "assemble", lambda folder, fill, digest: assemble(folder, fill, None))
     monkeypatch.setattr(perf_analyzer, "missing_libraries", lambda binary, environment: [])
     return monkeypatch
 
@@ -48,9 +50,10 @@ def test_binary_is_chosen_by_the_c_library(
     found = perf_analyzer.find_perf_analyzer(tmp_path)
     assert found.executable.read_bytes() == content
     assert found.executable.stat().st_mode & 0o111
-    assert sorted(path.name for path in found.libraries.iterdir()) == libraries
+    assert [path.name for folder in found.libraries for path in folder.iterdir()] == libraries
     assert found.origin.startswith(origin)
-    assert found.environment()["LD_LIBRARY_PATH"].split(":")[0] == str(found.libraries)
+    search = found.environment().get("LD_LIBRARY_PATH", "").split(":")
+    assert search[: len(found.libraries)] == [str(folder) for folder in found.libraries]
 
 
 def test_missing_library_names_the_packages(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
