@@ -35,7 +35,7 @@ echo $((next + 1)) > {folder}/count
 """
     )
     program.chmod(0o755)
-    return PerfAnalyzer(executable=program, libraries=folder, origin="a test")
+    return PerfAnalyzer(executable=program, libraries=(folder,), origin="a test")
 
 
 def test_export_cut_short_is_measured_again(tmp_path: Path) -> None:
