@@ -33,6 +33,7 @@ STEPS_BETWEEN_LOOKS = 4
 LEAST_LOSS_SHARE = 0.1  # of what a look costs counts as lost, however good it promises to be
 NUM_EXPLORED_SLOTS = 2
 MAX_STEPS_BETWEEN_CHOICES = 4  # the same requests need no new choice for so many steps
+MAX_IDLE_STEPS = 16  # nor where nobody drafts: there is little news then
 _NO_LOOKUPS = np.empty((0, 0))
 
 
@@ -120,7 +121,8 @@ class DraftPolicy:
 
     def _best_or_last(self, step: Decoding, lookup_survival: Floats) -> DraftChoice:
         key = step.generations.tobytes()
-        if self._last is None or key != self._last_key or self._num_kept >= MAX_STEPS_BETWEEN_CHOICES:
+        most = MAX_STEPS_BETWEEN_CHOICES if self._last is not None and self._last.num_slots else MAX_IDLE_STEPS
+        if self._last is None or key != self._last_key or self._num_kept >= most:
             self._last, self._last_key, self._num_kept = self._best(step, lookup_survival), key, 0
         elif lookup_survival.any():  # what was expected of that step is not expected of this one
             self._last = replace(self._last, tokens_per_ms=0.0)

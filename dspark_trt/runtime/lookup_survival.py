@@ -44,6 +44,10 @@ class LookupOffer:
             np.array([lookup.match_len for lookup in lookups], dtype=np.int64),
         )
 
+    def chosen(self, lines: list[int]) -> LookupOffer:
+        """Some of them, in this order."""
+        return LookupOffer(self.rows[lines], self.generations[lines], self.is_greedy[lines], self.match_lens[lines])
+
 
 class LookupSurvival:
     """P(draft j is accepted given those before it), for drafts that were looked up."""

@@ -39,6 +39,7 @@ class PendingTaps:
 
     def __init__(self) -> None:
         self._chunks: dict[RequestState, list[_Chunk]] = {}
+        self._counts: dict[RequestState, int] = {}  # positions of the chunks
 
     def keep(self, committed: Sequence[tuple[RequestState, int, int]], taps: Array) -> None:
         """Copy what a step committed, since the target's buffer is used again: (request, its first token, how many)."""
@@ -48,19 +49,21 @@ class PendingTaps:
         at = 0
         for state, _, count in committed:
             self._chunks.setdefault(state, []).append(_Chunk(copy, at, count))
+            self._counts[state] = self._counts.get(state, 0) + count
             at += count
 
     def num_positions(self, state: RequestState) -> int:
-        return sum(chunk.count for chunk in self._chunks.get(state, ()))
+        return self._counts.get(state, 0)
 
     def overdue(self) -> list[RequestState]:
         """Requests with more than may wait."""
-        return [state for state in self._chunks if self.num_positions(state) > MAX_PENDING_POSITIONS]
+        return [state for state, count in self._counts.items() if count > MAX_PENDING_POSITIONS]
 
     def drop(self, states: Iterable[RequestState]) -> None:
         """Forget requests that have ended or will not draft again."""
         for state in states:
             self._chunks.pop(state, None)
+            self._counts.pop(state, None)
 
     def take(
         self, states: Sequence[RequestState], context: CacheLengths, max_tokens: int
@@ -82,7 +85,9 @@ class PendingTaps:
                 count += chunk.count
                 room -= chunk.count
             if not waiting:
-                self._chunks.pop(state, None)
+                self.drop([state])
+            elif count:
+                self._counts[state] -= count
             if count:
                 taken.append(state)
                 counts.append(count)

@@ -86,7 +86,10 @@ class Scheduling:
         )
         self._max_verify_len = self.config.max_verify_len(gamma)
         self._confidence: NDArray[np.float64] | None = None
-        self._lookups: LookupOffer | None = None
+        self._found_offer: LookupOffer | None = None  # what this step's lookups found
+        self._found_confidence = self._lookup_confidence = np.empty((0, gamma))
+        self._found: dict[int, int] = {}  # its line there, by generation
+        self._lookups: LookupOffer | None = None  # of these, what was taken
         self._choice: DraftChoice | None = None
 
     @property
@@ -104,7 +107,7 @@ class Scheduling:
         if self._policy is not None:
             self._policy.realised.advance()
         self._confidence = None
-        self._lookups = None
+        self._lookups = self._found_offer = None
         self._choice = None
 
     def who_drafts(
@@ -113,8 +116,9 @@ class Scheduling:
         """Fixed before anything is drafted. lookups, are_greedy [R]; empty where nobody looks up."""
         nobody = np.zeros(len(decoding.rows), dtype=np.bool_)
         is_found = np.array([lookup is not None for lookup in lookups] or nobody, dtype=np.bool_)
+        survival = self._survival_of_lookups(decoding, lookups, are_greedy)
         if self._policy is not None:
-            self._choice = self._policy.choose(decoding, self._survival_of_lookups(decoding, lookups, are_greedy))
+            self._choice = self._policy.choose(decoding, survival)
             return self._choice
         if not self._has_drafter:
             return DraftChoice(0, nobody, nobody, is_found)
@@ -133,8 +137,10 @@ class Scheduling:
             decoding.generations[found].tolist(),
             [are_greedy[index] for index in found],
         )
+        self._found = {generation: at for at, generation in enumerate(offer.generations.tolist())}
+        self._found_offer, self._found_confidence = offer, self._lookup_survival.confidence(offer)
         survival = np.zeros((len(lookups), self.prefixes.gamma))
-        survival[found] = survival_of(self._lookup_survival.confidence(offer))
+        survival[found] = survival_of(self._found_confidence)
         return np.where(np.arange(survival.shape[1]) < decoding.caps[:, None], survival, 0.0)
 
     def verify_lens(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
@@ -159,16 +165,12 @@ class Scheduling:
 
     def _confidence_of_lookups(self, plan: StepPlan) -> NDArray[np.float64] | None:
         """[R of those that look up, G]; None: nobody does."""
-        if self._lookup_survival is None or not plan.lookups:
+        if self._found_offer is None or not plan.lookups:
             return None
-        states = plan.offering[plan.num_drafting :]
-        self._lookups = LookupOffer.of(
-            plan.lookups,
-            [state.row for state in states],
-            [state.generation for state in states],
-            [is_greedy(state.params.temperature) for state in states],
-        )
-        return self._lookup_survival.confidence(self._lookups)
+        taken = [self._found[state.generation] for state in plan.offering[plan.num_drafting :]]
+        self._lookups = self._found_offer.chosen(taken)
+        self._lookup_confidence = self._found_confidence[taken]
+        return self._lookup_confidence
 
     def record_selected(self, plan: StepPlan, block: DraftBlock) -> None:
         """A device chose among the drafts of `block`: its confidences count from the step after the next one on."""
@@ -186,8 +188,9 @@ class Scheduling:
             self.acceptance.observe(self._confidence, verified[drafting], accepted[drafting], np.array(greedy))
         if self._lookup_survival is not None and self._lookups is not None:
             looking_up = slice(plan.num_drafting, plan.num_offering)
-            confidence = self._lookup_survival.confidence(self._lookups)
-            self._lookup_survival.observe(self._lookups, confidence, verified[looking_up], accepted[looking_up])
+            self._lookup_survival.observe(
+                self._lookups, self._lookup_confidence, verified[looking_up], accepted[looking_up]
+            )
 
     def price(self, plan: StepPlan, record: StepRecord) -> None:
         """Write what this step was expected to take into its record, and learn from what it took."""

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from dspark_trt.runtime.lookup import Lookup, TokenIndex
 from dspark_trt.runtime.metrics import RequestStatistics
 from dspark_trt.runtime.request import MAX_SEED, GenerationRequest, SamplingParams
-from dspark_trt.runtime.rng import RngKey, random_words, request_key
+from dspark_trt.runtime.rng import Purpose, RngKey, random_words, request_key
 from dspark_trt.runtime.rows import NO_ROW
-from dspark_trt.runtime.sampling import LogitProcessors
+from dspark_trt.runtime.sampling import LogitProcessors, is_greedy
 from dspark_trt.runtime.text_stream import Decode, TextStream
 
 
@@ -130,7 +130,11 @@ class RequestState:
         self.statistics.total_ms = self.elapsed_ms()
 
     def draw_words(self, num_slots: int) -> None:
-        """Draw the randomness of this step, once: slots 1 .. num_slots, every purpose."""
+        """Draw the randomness of this step, once: slots 1 .. num_slots, every purpose. Nobody looks at that of a
+        greedy request whose logits are not edited."""
+        if is_greedy(self.params.temperature) and not self.processors.has_edits:
+            self.words = np.zeros((num_slots, len(Purpose)), dtype=np.uint64)
+            return
         self.words = random_words(self.key, step_index=self.step_index, num_slots=num_slots)
 
     def elapsed_ms(self) -> float:

@@ -39,16 +39,12 @@ class PrefillChunk:
 class StepPlan:
     decode: list[RequestState]  # [R], those that draft first, then those whose drafts were looked up
     caps: NDArray[np.int64]  # [R] drafts verified at most; 0: has none
+    num_offering: int  # requests that have drafts
     lookups: list[Lookup]  # of the requests behind those that draft
     is_explored: NDArray[np.bool_]  # [R] drafts in order to learn: verified at its cap
     num_slots: int  # n of the block that is drafted
     prefill: list[PrefillChunk]
     context_tokens: float  # mean of the positions that the requests of the step hold
-
-    @property
-    def num_offering(self) -> int:
-        """Requests that have drafts."""
-        return int(np.count_nonzero(self.caps))
 
     @property
     def num_drafting(self) -> int:
@@ -133,6 +129,7 @@ def plan_step(
     return StepPlan(
         decode=[decode[index] for index in order],
         caps=levelled[order],
+        num_offering=int(np.count_nonzero(levelled)),
         lookups=[lookup for index in looking_up if (lookup := lookups[index]) is not None],
         is_explored=choice.is_explored[order],
         num_slots=choice.num_slots,
