@@ -13,6 +13,7 @@ from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.runtime.corrections import TimeCorrection
 from dspark_trt.runtime.draft_policy import Decoding, DraftChoice
 from dspark_trt.runtime.engine_calls import EngineCalls
+from dspark_trt.runtime.lookup import Lookup
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.sampling import is_greedy
 from dspark_trt.runtime.scheduling import Scheduling
@@ -50,7 +51,11 @@ class Planner:
         prompts = [state for state in running if state.phase is Phase.PREFILL]
         caps = np.array([draft_cap(state, self._max_verify_len) for state in decode], dtype=np.int64)
         context_tokens = float(self._engines.target_cache.committed[: len(running)].mean())
-        lookups = [state.look_up(cap) if cap > 0 else None for state, cap in zip(decode, caps.tolist(), strict=True)]
+        lookups: list[Lookup | None] = [None] * len(decode)
+        if self._scheduling is not None and self._scheduling.looks_up_beside(len(decode)):
+            lookups = [
+                state.look_up(cap) if cap > 0 else None for state, cap in zip(decode, caps.tolist(), strict=True)
+            ]
         choice = DraftChoice.nobody(len(decode))
         if self._scheduling is not None:
             self._scheduling.begin_step()

@@ -33,6 +33,8 @@ from dspark_trt.steptable.table import StepTable
 
 logger = logging.getLogger(__name__)
 
+MAX_LOOKUP_REQUESTS = 4  # more requests that decode look nothing up in mode auto
+
 
 class Scheduling:
     """The policy, the prefix scheduler and their corrections, for one loop."""
@@ -64,6 +66,7 @@ class Scheduling:
         self.prices = None if table is None else StepPrices(table, self.times)
         history = SurvivalHistory(num_rows=num_rows, gamma=gamma, prior=calibration.expected_survival)
         self._has_drafter = has_drafter
+        self._is_auto = config.mode == "auto"
         self._lookup_survival: LookupSurvival | None = None
         if lookup is not None and not selects_on_device and (config.mode == "auto" or not has_drafter):
             self._lookup_survival = LookupSurvival(lookup, num_rows=num_rows, gamma=gamma, corrects=config.corrects)
@@ -96,6 +99,11 @@ class Scheduling:
     def looks_up(self) -> bool:
         """Whether drafts may be copied from a request's own text."""
         return self._lookup_survival is not None
+
+    def looks_up_beside(self, num_requests: int) -> bool:
+        """Whether a step with so many requests looks up: in mode auto only where copies were seen to pay for the time
+        that they take outside the engines (ADR 11)."""
+        return self.looks_up and (not self._is_auto or num_requests <= MAX_LOOKUP_REQUESTS)
 
     def begin_step(self) -> None:
         """What was seen two steps ago counts from now on."""

@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 
 from dspark_trt.contract.lookup import MAX_MATCH, UNMEASURED_LOOKUP, LookupAcceptance
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.lookup import Lookup, TokenIndex
 from dspark_trt.runtime.lookup_survival import MAX_SHIFT, LookupOffer, LookupSurvival
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
+from dspark_trt.runtime.scheduling import MAX_LOOKUP_REQUESTS
 from tests.support.toy_engines import DEAR, FLAT, LIMITS, STEEP, ToyDrafter, ToyLanguage, ToyTarget, make_loop, run
 
 GAMMA = 4
@@ -153,3 +155,17 @@ def test_a_request_that_asked_for_no_drafts_gets_none() -> None:
     asked = greedy(1)
     run(loop, [replace(asked, max_verify_len=0)])
     assert loop.totals.num_drafts_proposed == 0
+
+
+def test_auto_looks_nothing_up_where_many_requests_run() -> None:
+    limits = EngineLimits(max_requests=MAX_LOOKUP_REQUESTS + 4, max_seq_len=64, max_batch_tokens=64)
+    loop = make_loop(ToyTarget(REPEATING, limits), None, parse_scheduler("auto"), table=FLAT, lookup=UNMEASURED_LOOKUP)
+    for number in range(limits.max_requests):
+        loop.submit(greedy(number, max_tokens=30 if number < 5 else 50))
+    for _ in range(20):
+        loop.step()
+    assert loop.num_running > MAX_LOOKUP_REQUESTS
+    assert loop.totals.num_requests_looking_up == 0
+    while loop.has_work:
+        loop.step()
+    assert loop.totals.num_requests_looking_up > 0, "the last few are few"
