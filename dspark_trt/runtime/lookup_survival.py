@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 COMMON_RATE = 0.02  # of the difference between seen and expected acceptance, in logits
 OWN_RATE = 0.25  # the same for one request: some texts repeat themselves and some do not
-MAX_SHIFT = 2.0  # logits
+MAX_SHIFT = 2.0  # logits, of either
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class LookupSurvival:
 
     def __init__(self, acceptance: LookupAcceptance, *, num_rows: int, gamma: int, corrects: bool) -> None:
         curves = acceptance.curves
-        self._logits = np.log(curves / (1 - curves))  # [greedy, sampled] x match length
+        self._measured = np.log(curves / (1 - curves))  # [greedy, sampled] x match length
+        self._logits = self._measured.copy()
         self._slots = np.arange(gamma)
         self._corrects = corrects
         self._own = np.zeros(num_rows)
@@ -93,6 +94,7 @@ class LookupSurvival:
         surprise = np.where(is_seen, (self._slots < num_accepted[:, None]) - confidence, 0.0)
         regimes = np.broadcast_to(np.where(offer.is_greedy, 0, 1)[:, None], surprise.shape)
         np.add.at(self._logits, (regimes, self._lengths(offer)), COMMON_RATE * surprise)
+        np.clip(self._logits, self._measured - MAX_SHIFT, self._measured + MAX_SHIFT, out=self._logits)
         is_known = self._generation[offer.rows] == offer.generations
         own = np.where(is_known, self._own[offer.rows], 0.0) + OWN_RATE * surprise.sum(axis=1)
         self._own[offer.rows] = np.clip(own, -MAX_SHIFT, MAX_SHIFT)

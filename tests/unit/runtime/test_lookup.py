@@ -89,10 +89,12 @@ def test_outcomes_move_the_request_fast_and_others_slowly_two_steps_later() -> N
 
 def test_corrections_are_bounded_and_can_be_switched_off() -> None:
     known = survival()
-    observed(known, 0, times=500)
+    observed(known, 0, times=5000)
     known.advance()
+    common = known.confidence(offer(2, generation=2))[0, 0]
     logit = np.log(UNMEASURED_LOOKUP.greedy[1] / (1 - UNMEASURED_LOOKUP.greedy[1]))
     assert known.confidence(offer(2))[0, 0] >= 1 / (1 + np.exp(-(logit - 2 * MAX_SHIFT))) - 1e-9
+    assert common == pytest.approx(1 / (1 + np.exp(-(logit - MAX_SHIFT))))
     still = survival(corrects=False)
     observed(still, 0, times=50)
     assert (still.confidence(offer(2)) == survival().confidence(offer(2))).all()
