@@ -23,12 +23,12 @@ from dspark_trt.errors import CheckpointError, abridged, place
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
-Family = Literal["llama", "qwen3"]
+Family = Literal["llama", "qwen3", "gemma4"]
 
 # What the format says when a key is not written: the defaults of transformers' configuration classes.
 _QWEN3_HEAD_DIM = 128
 _RMS_NORM_EPS = 1e-6
-_MAX_POSITIONS: dict[Family, int] = {"llama": 2048, "qwen3": 32768}
+_MAX_POSITIONS: dict[str, int] = {"llama": 2048, "qwen3": 32768}
 
 _MAX_FILE_BYTES = 1 << 27  # of a JSON file: the largest tokenizers have some 30 MB
 

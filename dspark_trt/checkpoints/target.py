@@ -1,4 +1,4 @@
-"""Reads a target: a Hugging Face checkpoint of the Llama or Qwen3 dense family, or a GGUF file of these."""
+"""Reads a target: a Hugging Face checkpoint of a dense Llama, Qwen3 or Gemma 4, or a GGUF file of the first two."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any, cast
 
+from dspark_trt.checkpoints import gemma4
 from dspark_trt.checkpoints.config import (
     DecoderConfig,
     Family,
@@ -23,14 +24,14 @@ from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
-from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.spec import DecoderSpec, TargetCheckpoint, TargetSpec
 from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
 from dspark_trt.checkpoints.tokenizer import folder_text
 from dspark_trt.errors import CheckpointError, abridged
 
 logger = logging.getLogger(__name__)
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", **gemma4.ARCHITECTURES}
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 _IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_tokens", "bad_words_ids", "epsilon_cutoff")
 
@@ -59,13 +60,12 @@ def _spec(folder: Path) -> TargetSpec:
     values = read_json(folder / "config.json")
     family = _family(values, where)
     refuse_quantised(values, (), where)
-    refuse_unsupported(values, where, is_causal=True)
-    config = parse(DecoderConfig, values, where)
+    config, decoder = _decoder(values, family, where)
     generation = read_generation_config(folder)
     text = _text(folder)
     spec = TargetSpec(
         family=family,
-        decoder=decoder_spec(config, family, where),
+        decoder=decoder,
         is_head_tied=config.tie_word_embeddings,
         eos_token_ids=end_token_ids(
             {
@@ -84,6 +84,14 @@ def _spec(folder: Path) -> TargetSpec:
     return spec
 
 
+def _decoder(values: dict[str, Any], family: Family, where: str) -> tuple[DecoderConfig, DecoderSpec]:
+    if family == "gemma4":
+        return gemma4.read_decoder(gemma4.text_values(values, where), where)
+    refuse_unsupported(values, where, is_causal=True)
+    config = parse(DecoderConfig, values, where)
+    return config, decoder_spec(config, family, where)
+
+
 def _text(folder: Path) -> TargetText | None:
     """None where there is no tokenizer, or a damaged one: whoever needs it says what is wrong with it."""
     try:
@@ -94,7 +102,10 @@ def _text(folder: Path) -> TargetText | None:
 
 def _read_folder(folder: Path) -> TargetCheckpoint:
     spec = _spec(folder)
-    weights = open_safetensors(folder, lambda name: name.removeprefix("model."))
+    rename = gemma4.stored_name if spec.family == "gemma4" else lambda name: name.removeprefix("model.")
+    weights = open_safetensors(folder, rename)
+    if spec.family == "gemma4":
+        weights = weights.without(name for name in weights.names() if gemma4.is_of_other_part(name))
     refuse_quantised({}, weights.names(), str(folder))
     # Old Llama exports store the rotary frequencies, which follow from the configuration.
     weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
@@ -131,7 +142,7 @@ def _family(values: dict[str, Any], where: str) -> Family:
             f"{where}: architectures {abridged(architectures)} is not supported, expected "
             f"[{_ARCHITECTURES[family]!r}]{hint}"
         )
-    return cast(Family, family)
+    return "gemma4" if family in gemma4.ARCHITECTURES else cast(Family, family)
 
 
 def _without_tied_head(weights: SafetensorsStore, where: str) -> SafetensorsStore:

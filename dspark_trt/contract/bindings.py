@@ -140,9 +140,8 @@ def row_group(group: str) -> tuple[Binding, ...]:
 
 def caches(group: str, dims: TargetDims | DrafterDims) -> tuple[Binding, ...]:
     """Cache inputs: keys and values, layer after layer."""
-    shape = (f"B_{group}", *dims.cache.row_shape)
     return tuple(
-        Binding(name(group, layer), dims.element_type, shape)
+        Binding(name(group, layer), dims.element_type, (f"B_{group}", *dims.cache.row_shape_of(layer)))
         for layer in range(dims.cache.num_layers)
         for name in (key_cache, value_cache)
     )

@@ -27,6 +27,7 @@ class GqaAttention:
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
+        shape = spec.shape_of(layer)
         packed = builder.op("Concat", query_key, value, axis=1)  # one gather a group instead of three
         outputs = []
         for group in self._groups:
@@ -45,11 +46,22 @@ class GqaAttention:
                 outputs=(None, bindings.cache_output(keys), bindings.cache_output(values)),
                 domain=CONTRIB_DOMAIN,
                 num_heads=spec.num_heads,
-                kv_num_heads=spec.num_kv_heads,
+                kv_num_heads=shape.num_kv_heads,
+                **score_attributes(spec, layer),
             )
-            outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
+            outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * shape.head_dim)))
         slots = builder.op("Concat", *outputs, axis=0)
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
+
+
+def score_attributes(spec: DecoderSpec, layer: int) -> dict[str, int | float]:
+    """Attributes of the operator beside the numbers of heads, where they are not its defaults."""
+    attributes: dict[str, int | float] = {}
+    if spec.gemma is not None:
+        attributes["scale"] = spec.score_scale_of(layer)
+    if (window := spec.window_of(layer)) is not None:
+        attributes["local_window_size"] = window  # the query's own position is counted, since ONNX Runtime 1.23
+    return attributes
 
 
 class _Group:

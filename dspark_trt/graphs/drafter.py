@@ -29,7 +29,7 @@ from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import DecoderParts, Linears
+from dspark_trt.graphs.decoder import DecoderParts, Linears, softcapped
 from dspark_trt.graphs.heads import emit_markov_head
 from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import Numbers, numbers_of
@@ -97,6 +97,8 @@ def write_drafter_graphs(
             h = _emit_backbone(draft, spec, of_slots, weights, shared, bits, numbers)
             head = Linears(draft, shared if is_head_shared else head_weights, bits.drafter_head, dims.element_type)
             base_logits = head(h, head_name)  # [R * n, W]
+            if (cap := spec.decoder.logit_softcap) is not None:
+                base_logits = softcapped(draft, base_logits, cap, dims.element_type)
             if ids is None and own_ids is not None:
                 base_logits = _on_every_id(draft, base_logits, own_ids, dims, numbers)
             emit_markov_head(
@@ -188,7 +190,7 @@ def _emit_backbone(
     # the anchor, then masks
     is_anchor = builder.constant(np.arange(dims.block_length) == 0)
     block = builder.op("Where", is_anchor, anchors, builder.scalar(spec.mask_token_id))  # [R, length]
-    x = builder.op("Gather", embedding, builder.op("Reshape", block, builder.vector(-1)), axis=0)
+    x = parts.embedded(builder.op("Gather", embedding, builder.op("Reshape", block, builder.vector(-1)), axis=0))
     for layer in range(spec.decoder.num_layers):
         x = parts.layer(layer, x, attention)
     if dims.is_mask_first:

@@ -16,7 +16,7 @@ from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention import causal_attention, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import DecoderParts, Linears
+from dspark_trt.graphs.decoder import DecoderParts, Linears, softcapped
 from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import Quantisation, quantisation
@@ -94,7 +94,7 @@ def _emit(
     )
     attention = causal_attention(builder, spec.decoder, dims, gamma=gamma)
     embedding = builder.initializer(weights.tensor(EMBEDDING, dims.element_type))
-    x = builder.op("Gather", embedding, bindings.TOKEN_IDS, axis=0)
+    x = parts.embedded(builder.op("Gather", embedding, bindings.TOKEN_IDS, axis=0))
     outputs = {EMBEDDING_OUTPUT: x}
     last_layer = spec.decoder.num_layers - 1
     for layer in range(spec.decoder.num_layers):
@@ -106,6 +106,10 @@ def _emit(
         builder.op("Concat", *(outputs[layer] for layer in taps), axis=1, output=bindings.TAPS)
     wanted = builder.op("Gather", x, bindings.LOGIT_ROWS, axis=0)  # [L, D]
     head = Linears(builder, weights, bits.head, dims.element_type)
-    is_cast = numbers.model != "float32"
-    logits = head(parts.norm(wanted, "norm"), head_weight(spec), output=None if is_cast else bindings.LOGITS)
-    numbers.cast(builder, logits, numbers.model, "float32", output=bindings.LOGITS)
+    cap, is_cast = spec.decoder.logit_softcap, numbers.model != "float32"
+    is_last = not is_cast and cap is None
+    logits = head(parts.norm(wanted, "norm"), head_weight(spec), output=bindings.LOGITS if is_last else None)
+    is_last = cap is None
+    logits = numbers.cast(builder, logits, numbers.model, "float32", output=bindings.LOGITS if is_last else None)
+    if cap is not None:
+        softcapped(builder, logits, cap, "float32", output=bindings.LOGITS)
