@@ -109,8 +109,9 @@ def is_of_other_part(name: str) -> bool:
     return name.startswith(_OTHER_PARTS)
 
 
-def read_decoder(values: Mapping[str, Any], where: str) -> tuple[DecoderConfig, DecoderSpec]:
-    """The configuration of the text model in `values`: its plain keys, and the decoder.
+def read_decoder(values: Mapping[str, Any], where: str, *, is_causal: bool = True) -> tuple[DecoderConfig, DecoderSpec]:
+    """The configuration of the text model in `values`: its plain keys, and the decoder. `is_causal` as in
+    `refuse_unsupported`.
 
     Raises CheckpointError for keys that are missing or wrong, and by name for what is not implemented.
     """
@@ -119,7 +120,7 @@ def read_decoder(values: Mapping[str, Any], where: str) -> tuple[DecoderConfig, 
     keys = parse(GemmaKeys, own, where)
     is_unified = str(values.get("model_type")).startswith("gemma4_unified")
     _refuse_other_forms(keys, is_unified, where)
-    refuse_unsupported(plain, where, is_causal=True)
+    refuse_unsupported(plain, where, is_causal=is_causal)
     defaults = {
         "tie_word_embeddings": True,
         "bos_token_id": 2,

@@ -230,8 +230,7 @@ def decoder_layer(
     normed = decoder.norm(f"layers.{layer}.input_layernorm", x)
     keys, values = decoder.key_value(layer, normed, positions)
     attended = attend(layer, decoder.query(layer, normed, positions), keys, values)
-    x = x + decoder.attention_output(layer, attended)
-    return x + decoder.mlp(layer, x)
+    return decoder.layer_output(layer, x, attended)
 
 
 def target_head(spec: TargetSpec) -> str:

@@ -7,10 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from dspark_trt.contract.dims import Attention
 from dspark_trt.contract.protocol import EngineLimits
 from tests.support.conversations import Conversations, TransformersTarget, expected_outputs, open_target
 from tests.support.gemma4 import write_gemma_target

@@ -35,7 +35,8 @@ class CachePool:
 
     def rows(self, layer: int, which: int, first_row: int, num_rows: int) -> NDArray[np.floating]:
         """A view [num_rows, K, C, H] of keys or values."""
-        return self._layers[layer][which, first_row : first_row + num_rows]
+        rows: NDArray[np.floating] = self._layers[layer][which, first_row : first_row + num_rows]
+        return rows
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         """Copy the live positions of a row, all layers at once."""
