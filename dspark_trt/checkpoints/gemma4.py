@@ -212,13 +212,16 @@ def _overrides(keys: GemmaKeys, types: list[str], where: str) -> dict[int, Layer
         num_kv_heads = keys.num_global_key_value_heads if keys.attention_k_eq_v else None
         full = LayerOverrides(head_dim=keys.global_head_dim, num_key_value_heads=num_kv_heads)
         return {layer: full for layer, each in enumerate(types) if each == _FULL}
-    numbers = {str(layer): layer for layer in range(len(types))}
-    if unknown := sorted(keys.per_layer_config.keys() - numbers.keys()):
-        raise CheckpointError(
-            f"{where}: per_layer_config has an entry for layer {unknown[0][:20]!r}, and there are {len(types)} layers; "
-            "correct one of them"
-        )
-    return {numbers[name]: each for name, each in keys.per_layer_config.items()}
+    overrides = {}
+    for name, each in keys.per_layer_config.items():
+        layer = int(name) if name.isdecimal() and len(name) < 5 else len(types)
+        if layer >= len(types):
+            raise CheckpointError(
+                f"{where}: per_layer_config has an entry for layer {name[:20]!r}, and there are {len(types)} layers; "
+                "correct one of them"
+            )
+        overrides[layer] = each
+    return overrides
 
 
 def _rope(keys: GemmaKeys, layer_type: str, where: str) -> RopeSpec:

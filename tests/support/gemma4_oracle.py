@@ -38,9 +38,12 @@ class Gemma4DrafterOracle:
         self._config = Gemma4TextConfig(**{**plain, "hidden_size_per_layer_input": 0})
         self._rotary = Gemma4TextRotaryEmbedding(self._config)
 
-    @torch.no_grad()
     def block(self, taps: torch.Tensor, anchor: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
         """Taps [P, M*D] of the context -> drafts, their corrected logits [G, V] and confidence logits [G]."""
+        with torch.no_grad():
+            return self._block(taps, anchor)
+
+    def _block(self, taps: torch.Tensor, anchor: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
         weight = self._tensors
         tokens = torch.tensor([anchor] + [self._mask] * (self._gamma - 1))
         x = weight["embed_tokens.weight"][tokens] * self._config.hidden_size**0.5
