@@ -49,38 +49,23 @@ def test_sampled_texts_have_the_targets_distribution(mode: str, tmp_path: Path) 
 
 
 def test_a_pair_is_built_by_one_command_generates_and_verifies(tmp_path: Path) -> None:
-    target = write_gemma_target(
-        tmp_path / "target", "gemma4_unified", has_other_parts=True, tokenizer=True, vocab_size=320
-    )
+    keys: dict[str, Any] = {"has_other_parts": True, "tokenizer": True, "vocab_size": 320}
+    target = write_gemma_target(tmp_path / "target", "gemma4_unified", **keys)
     drafter = write_gemma_drafter(tmp_path / "drafter", target)
     output = str(tmp_path / "build")
-    limits = ["--max-requests", "4", "--max-seq-len", "64", "--max-batch-tokens", "64", "--num-threads", "1"]
-    plain = ["--draft-vocab", "all", "--drafter-precision", "fp32", "--markov-top-n", "0"]
+    limits = "--max-requests 4 --max-seq-len 64 --max-batch-tokens 64 --num-threads 1"
+    plain = "--draft-vocab all --drafter-precision fp32 --markov-top-n 0"  # choosing takes longer than the rest
     pair = ["--target", str(target), "--drafter", str(drafter), "--output", output]
-    run = CliRunner()
-    assert run.invoke(app, ["build", *pair, *limits, *plain], catch_exceptions=False).exit_code == 0
-    generated = run.invoke(
-        app, ["generate", output, "the quick", "--max-tokens", "8", "--json"], catch_exceptions=False
-    )
-    assert generated.exit_code == 0
-    found = run.invoke(
-        app,
-        [
-            "verify",
-            output,
-            "--prompts",
-            "2",
-            "--samples",
-            "2",
-            "--max-tokens",
-            "8",
-            "--modes",
-            "fixed,early_stop",
-            "--json",
-        ],
-        catch_exceptions=False,
-    )
-    report = json.loads(found.stdout)
-    assert found.exit_code == 0
+    called("build", *pair, *limits.split(), *plain.split())
+    called("generate", output, "the quick", "--max-tokens", "8", "--json")
+    options = "--prompts 2 --samples 2 --max-tokens 8 --modes fixed,early_stop --json"
+    report = json.loads(called("verify", output, *options.split()))
     assert report["has_passed"]
     assert all(mode["num_drafts_verified"] > 0 and not mode["differences"] for mode in report["modes"])
+
+
+def called(*arguments: str) -> str:
+    """What a command that ended well has printed."""
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
