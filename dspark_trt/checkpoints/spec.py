@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+Family = Literal["llama", "qwen2", "qwen3", "mistral", "ministral"]  # of targets: `model_type`
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The decoder stack that target and drafter share: Llama and Qwen3 dense families."""
+    """The decoder stack that target and drafter share."""
 
     num_layers: int
     hidden_size: int  # D
@@ -62,6 +63,11 @@ class DecoderSpec:
     has_qkv_bias: bool  # biases on q, k and v
     has_o_bias: bool
     has_mlp_bias: bool
+    layer_windows: tuple[int | None, ...] = ()  # of a target's layers, see `window_of`; empty: all see everything
+
+    def window_of(self, layer: int) -> int | None:
+        """How many positions a token sees in that layer, its own counted, the last ones; None: all before it."""
+        return self.layer_windows[layer] if self.layer_windows else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ class GenerationDefaults:
 class TargetSpec:
     """A target checkpoint."""
 
-    family: Literal["llama", "qwen3"]
+    family: Family
     decoder: DecoderSpec
     is_head_tied: bool  # lm_head is embed_tokens
     eos_token_ids: tuple[int, ...]  # every one of generation_config.json and config.json

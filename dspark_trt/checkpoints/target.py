@@ -1,14 +1,14 @@
-"""Reads a target: a Hugging Face checkpoint of the Llama or Qwen3 dense family, or a GGUF file of these."""
+"""Reads a target: a Hugging Face checkpoint of a family in `families`, or a GGUF file."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from dspark_trt.checkpoints.config import (
     DecoderConfig,
-    Family,
     GenerationConfig,
     architectures_of,
     decoder_spec,
@@ -18,19 +18,19 @@ from dspark_trt.checkpoints.config import (
     read_json,
     refuse_unsupported,
 )
+from dspark_trt.checkpoints.families import FAMILIES, layer_windows
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_token_ids, is_equal, target_shapes
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
-from dspark_trt.checkpoints.spec import TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.spec import Family, TargetCheckpoint, TargetSpec
 from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
 from dspark_trt.checkpoints.tokenizer import folder_text
 from dspark_trt.errors import CheckpointError, abridged
 
 logger = logging.getLogger(__name__)
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 _IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_tokens", "bad_words_ids", "epsilon_cutoff")
 
@@ -61,11 +61,13 @@ def _spec(folder: Path) -> TargetSpec:
     refuse_quantised(values, (), where)
     refuse_unsupported(values, where, is_causal=True)
     config = parse(DecoderConfig, values, where)
+    decoder = decoder_spec(config, family, where)
+    decoder = replace(decoder, layer_windows=layer_windows(values, family, decoder.num_layers, where))
     generation = read_generation_config(folder)
     text = _text(folder)
     spec = TargetSpec(
         family=family,
-        decoder=decoder_spec(config, family, where),
+        decoder=decoder,
         is_head_tied=config.tie_word_embeddings,
         eos_token_ids=end_token_ids(
             {
@@ -120,18 +122,19 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 def _family(values: dict[str, Any], where: str) -> Family:
     family, architectures = values.get("model_type"), architectures_of(values)
-    if not isinstance(family, str) or family not in _ARCHITECTURES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise CheckpointError(
-            f"{where}: model_type {abridged(family)} is not a supported target family; expected "
-            f"{' or '.join(map(repr, _ARCHITECTURES))} (dense)"
+            f"{where}: model_type {abridged(family)} is not a supported target family; expected one of "
+            f"{', '.join(FAMILIES)}"
         )
-    if architectures and architectures != [_ARCHITECTURES[family]]:
+    family = cast(Family, family)
+    expected = FAMILIES[family].architecture
+    if architectures and architectures != [expected]:
         hint = "; this is a drafter, give it as --drafter" if "DSpark" in str(architectures) else ""
         raise CheckpointError(
-            f"{where}: architectures {abridged(architectures)} is not supported, expected "
-            f"[{_ARCHITECTURES[family]!r}]{hint}"
+            f"{where}: architectures {abridged(architectures)} is not supported, expected [{expected!r}]{hint}"
         )
-    return cast(Family, family)
+    return family
 
 
 def _without_tied_head(weights: SafetensorsStore, where: str) -> SafetensorsStore:

@@ -27,6 +27,7 @@ class GqaAttention:
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
+        window = spec.window_of(layer)
         packed = builder.op("Concat", query_key, value, axis=1)  # one gather a group instead of three
         outputs = []
         for group in self._groups:
@@ -46,6 +47,7 @@ class GqaAttention:
                 domain=CONTRIB_DOMAIN,
                 num_heads=spec.num_heads,
                 kv_num_heads=spec.num_kv_heads,
+                **({} if window is None else {"local_window_size": window}),
             )
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
         slots = builder.op("Concat", *outputs, axis=0)

@@ -9,7 +9,7 @@ follows the capacity of a row, not its live length.
 Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides
 what is there, but a NaN of another request would get through it (0 * NaN).
 
-A window has no kernel: there the operators of the body stand in the graph, with a mask that has a lower bound too.
+A window shorter than a row has no kernel: there the operators of the body stand in the graph, with a mask that has a lower bound too.
 
 Shape letters: `T` packed tokens, `R` requests, `G` positions of a block, `B` rows and `S` padded query length of a
 group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
@@ -39,7 +39,8 @@ class StandardCausalAttention:
     def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> None:
         self._builder = builder
         self._spec = spec
-        self._groups: list[tuple[_Rows, Attend]] = []
+        self._groups: list[tuple[_Rows, dict[int | None, Attend]]] = []
+        self._windows = [_shorter(spec.window_of(layer), dims) for layer in range(spec.num_layers)]
         for group in bindings.TARGET_GROUPS:
             tokens = bindings.group_tokens(group)
             past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
@@ -52,15 +53,22 @@ class StandardCausalAttention:
                 )
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
                 num_slots = gamma + 1 if group == bindings.DECODE else dims.limits.max_batch_tokens
-                attend = _live_attention(builder, spec, dims, last_seen, num_slots=num_slots)
-                self._groups.append((_Rows(builder, spec, dims, group, tokens, past, query), attend))
+                attends = {
+                    window: _window_attention(
+                        builder, spec, dims, builder.op("Sub", last_seen, builder.scalar(window - 1)), last_seen
+                    )
+                    if window
+                    else _live_attention(builder, spec, dims, last_seen, num_slots=num_slots)
+                    for window in dict.fromkeys(self._windows)
+                }
+                self._groups.append((_Rows(builder, spec, dims, group, tokens, past, query), attends))
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
         query, key = split_query_key(builder, spec, query_key)
         outputs = []
-        for rows, attend in self._groups:
-            attended = rows.attend(layer, query, key, value, attend)  # [B, S, N * H]
+        for rows, attends in self._groups:
+            attended = rows.attend(layer, query, key, value, attends[self._windows[layer]])  # [B, S, N * H]
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
         slots = builder.op("Concat", *outputs, axis=0)
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
@@ -197,7 +205,7 @@ def _live_attention(
 
 
 def _window_attention(
-    builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, first_seen: str, last_seen: str
+    builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims | DrafterDims, first_seen: str, last_seen: str
 ) -> Attend:
     """Each query sees the positions from `first_seen` to `last_seen`, both [B, S] or of that shape when broadcast."""
     positions = builder.constant(np.arange(dims.cache.capacity, dtype=np.int64))
@@ -209,6 +217,11 @@ def _window_attention(
         return builder.op("Attention", query, keys, values, mask, scale=spec.head_dim**-0.5)
 
     return attend
+
+
+def _shorter(window: int | None, dims: TargetDims) -> int | None:
+    """None for a window that no row outgrows: the layer sees everything, and the kernels that need it do for it."""
+    return None if window is None or window >= dims.limits.max_seq_len else window
 
 
 def _scalar(builder: GraphBuilder, vector: str) -> str:

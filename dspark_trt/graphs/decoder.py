@@ -1,5 +1,4 @@
 """What target and drafter share: Linear layers, norms, and the parts of a decoder layer.
-Llama and Qwen3 dense families.
 
 Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head dim.
 """

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from dspark_trt.checkpoints.drafters.deepspec import ARCHITECTURE
 from dspark_trt.checkpoints.drafters.draft_ids import D2T, T2D
+from dspark_trt.checkpoints.families import FAMILIES
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import (
     PLAIN_ATTENTION,
@@ -29,7 +30,6 @@ from dspark_trt.checkpoints.spec import (
 from dspark_trt.errors import CheckpointError
 
 Form = Literal["deepspec", "speculators"]
-_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 Written = tuple[dict[str, Any], dict[str, NDArray[Any]]]
 
@@ -126,7 +126,7 @@ def _proposal(spec: DrafterSpec, target: TargetSpec, kind: str, verifier: str) -
         "algorithm": kind,
         "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": spec.gamma}],
-        "verifier": {"name_or_path": verifier, "architectures": [_FAMILIES[target.family]]},
+        "verifier": {"name_or_path": verifier, "architectures": [FAMILIES[target.family].architecture]},
     }
 
 
