@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, V
 from dspark_trt.checkpoints.families import FAMILIES
 from dspark_trt.checkpoints.layout import check_sizes
 from dspark_trt.checkpoints.opening import check_file
-from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, WholeNumber, reach, rope_spec
+from dspark_trt.checkpoints.rope import RopeParameters, WholeNumber, reach, rope_spec
 from dspark_trt.checkpoints.spec import DecoderSpec, Family, GenerationDefaults, RopeSpec
 from dspark_trt.errors import CheckpointError, abridged, place
 
@@ -66,6 +66,12 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "num_experts": (0,),
     "num_local_experts": (0,),
     "n_routed_experts": (0,),
+    "n_shared_experts": (0,),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "routed_scaling_factor": (1,),
+    "scoring_func": ("softmax",),
+    "topk_method": ("greedy",),
     # weights that are not plain numbers
     "quantization_config": (),
     "compression_config": (),
@@ -90,6 +96,7 @@ class DecoderConfig(BaseModel):
     max_position_embeddings: WholeNumber | None = None
     original_max_position_embeddings: WholeNumber | None = None
     attention_bias: bool = False
+    qkv_bias: bool = True  # qwen2_moe
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
@@ -206,7 +213,7 @@ def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSp
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim = {head_dim} is odd; rotary embedding needs an even one")
     max_positions = config.max_position_embeddings or facts.max_positions
-    rope = _rope(config, max_positions, where)
+    rope = _rope(config, max_positions, facts.theta, where)
     decoder = DecoderSpec(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -219,12 +226,19 @@ def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSp
         rope=rope,
         max_position_embeddings=reach(rope, max_positions),
         has_qk_norm=facts.has_qk_norm,
-        has_qkv_bias=config.attention_bias if facts.has_qkv_bias is None else facts.has_qkv_bias,
+        has_qkv_bias=_has_qkv_bias(config, family),
         has_o_bias=config.attention_bias and facts.has_qkv_bias is None,
         has_mlp_bias=config.mlp_bias if facts.has_mlp_bias is None else facts.has_mlp_bias,
     )
     check_sizes(decoder, where)
     return decoder
+
+
+def _has_qkv_bias(config: DecoderConfig, family: Family) -> bool:
+    if family == "qwen2_moe":
+        return config.qkv_bias
+    facts = FAMILIES[family]
+    return config.attention_bias if facts.has_qkv_bias is None else facts.has_qkv_bias
 
 
 def eos_token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
@@ -241,18 +255,19 @@ def known_token(token: int | None, vocab_size: int, where: str) -> int | None:
     return None
 
 
-def _rope(config: DecoderConfig, max_positions: int, where: str) -> RopeSpec:
+def _rope(config: DecoderConfig, max_positions: int, default_theta: float, where: str) -> RopeSpec:
     specs = [
         rope_spec(
             parameters,
             theta=config.rope_theta,
+            default_theta=default_theta,
             original=config.original_max_position_embeddings,
             max_position_embeddings=max_positions,
             where=where,
         )
         for parameters in (config.rope_scaling, config.rope_parameters)
         if parameters is not None
-    ] or [RopeSpec(float(config.rope_theta or DEFAULT_THETA))]
+    ] or [RopeSpec(float(config.rope_theta or default_theta))]
     if len(set(specs)) > 1:
         raise CheckpointError(f"{where}: rope_scaling and rope_parameters contradict each other; remove the wrong one")
     return specs[0]

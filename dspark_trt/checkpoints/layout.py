@@ -18,6 +18,7 @@ from dspark_trt.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+EXPERTS_UP, EXPERTS_DOWN = "mlp.experts.gate_up.weight", "mlp.experts.down.weight"  # of a layer
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -59,27 +60,54 @@ def drafter_shapes(spec: DrafterSpec) -> Shapes:
 
 
 def _decoder_shapes(spec: DecoderSpec) -> Shapes:
+    shapes: Shapes = {"norm.weight": (spec.hidden_size,)}
+    for index in range(spec.num_layers):
+        layer = _attention_shapes(spec) | (_expert_shapes(spec, index) or _mlp_shapes(spec))
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _attention_shapes(spec: DecoderSpec) -> Shapes:
     D, query, key_value = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     linears = {
         "self_attn.q_proj": ((query, D), spec.has_qkv_bias),
         "self_attn.k_proj": ((key_value, D), spec.has_qkv_bias),
         "self_attn.v_proj": ((key_value, D), spec.has_qkv_bias),
         "self_attn.o_proj": ((D, query), spec.has_o_bias),
-        "mlp.gate_proj": ((spec.intermediate_size, D), spec.has_mlp_bias),
-        "mlp.up_proj": ((spec.intermediate_size, D), spec.has_mlp_bias),
-        "mlp.down_proj": ((D, spec.intermediate_size), spec.has_mlp_bias),
     }
-    layer: Shapes = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
-    for name, (shape, has_bias) in linears.items():
-        layer[f"{name}.weight"] = shape
-        if has_bias:
-            layer[f"{name}.bias"] = shape[:1]
+    layer = _linear_shapes(linears) | {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
     if spec.has_qk_norm:
         layer |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
-    shapes: Shapes = {"norm.weight": (D,)}
-    for index in range(spec.num_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return layer
+
+
+def _mlp_shapes(spec: DecoderSpec) -> Shapes:
+    return _linear_shapes(
+        {
+            "mlp.gate_proj": ((spec.intermediate_size, spec.hidden_size), spec.has_mlp_bias),
+            "mlp.up_proj": ((spec.intermediate_size, spec.hidden_size), spec.has_mlp_bias),
+            "mlp.down_proj": ((spec.hidden_size, spec.intermediate_size), spec.has_mlp_bias),
+        }
+    )
+
+
+def _expert_shapes(spec: DecoderSpec, layer: int) -> Shapes:
+    """Nothing where that layer has an MLP."""
+    experts, D = spec.experts_of(layer), spec.hidden_size
+    if experts is None:
+        return {}
+    E, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
+    shapes: Shapes = {"mlp.gate.weight": (E, D), EXPERTS_UP: (E, 2 * inner, D), EXPERTS_DOWN: (E, D, inner)}
+    if shared is not None:
+        shapes |= {f"mlp.shared_expert.{each}_proj.weight": (shared, D) for each in ("gate", "up")}
+        shapes |= {"mlp.shared_expert.down_proj.weight": (D, shared), "mlp.shared_expert_gate.weight": (1, D)}
     return shapes
+
+
+def _linear_shapes(linears: Mapping[str, tuple[tuple[int, int], bool]]) -> Shapes:
+    """Of weights, and of biases where there are any."""
+    shapes: Shapes = {f"{name}.weight": shape for name, (shape, _) in linears.items()}
+    return shapes | {f"{name}.bias": shape[:1] for name, (shape, has_bias) in linears.items() if has_bias}
 
 
 def check_sizes(spec: DecoderSpec, where: str) -> None:

@@ -18,13 +18,15 @@ from dspark_trt.checkpoints.config import (
     read_json,
     refuse_unsupported,
 )
+from dspark_trt.checkpoints.derived import DerivedStore
+from dspark_trt.checkpoints.experts import COUNT_KEYS, experts_spec, with_expert_stacks
 from dspark_trt.checkpoints.families import FAMILIES, layer_windows
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_token_ids, is_equal, target_shapes
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.quantised import refuse_quantised
-from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
-from dspark_trt.checkpoints.spec import Family, TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.safetensors_store import open_safetensors
+from dspark_trt.checkpoints.spec import Family, TargetCheckpoint, TargetSpec, WeightStore
 from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
 from dspark_trt.checkpoints.tokenizer import folder_text
 from dspark_trt.errors import CheckpointError, abridged
@@ -59,10 +61,16 @@ def _spec(folder: Path) -> TargetSpec:
     values = read_json(folder / "config.json")
     family = _family(values, where)
     refuse_quantised(values, (), where)
-    refuse_unsupported(values, where, is_causal=True)
+    has_experts = FAMILIES[family].has_experts
+    plain = {key: value for key, value in values.items() if not (has_experts and key in COUNT_KEYS)}
+    refuse_unsupported(plain, where, is_causal=True)
     config = parse(DecoderConfig, values, where)
     decoder = decoder_spec(config, family, where)
-    decoder = replace(decoder, layer_windows=layer_windows(values, family, decoder.num_layers, where))
+    decoder = replace(
+        decoder,
+        layer_windows=layer_windows(values, family, decoder.num_layers, where),
+        experts=experts_spec(values, family, decoder.num_layers, where) if has_experts else None,
+    )
     generation = read_generation_config(folder)
     text = _text(folder)
     spec = TargetSpec(
@@ -96,12 +104,15 @@ def _text(folder: Path) -> TargetText | None:
 
 def _read_folder(folder: Path) -> TargetCheckpoint:
     spec = _spec(folder)
-    weights = open_safetensors(folder, lambda name: name.removeprefix("model."))
+    weights: WeightStore = open_safetensors(folder, lambda name: name.removeprefix("model."))
     refuse_quantised({}, weights.names(), str(folder))
     # Old Llama exports store the rotary frequencies, which follow from the configuration.
-    weights = weights.without(name for name in weights.names() if name.endswith("rotary_emb.inv_freq"))
+    frequencies = [name for name in weights.names() if name.endswith("rotary_emb.inv_freq")]
+    weights = DerivedStore(weights, left_out=frequencies) if frequencies else weights
     if spec.is_head_tied:
         weights = _without_tied_head(weights, str(folder / "config.json"))
+    if spec.decoder.experts is not None:
+        weights = with_expert_stacks(weights, spec.decoder.experts, spec.decoder.hidden_size, str(folder))
     check_tensors(weights, target_shapes(spec), str(folder))
     return TargetCheckpoint(spec, weights)
 
@@ -137,7 +148,7 @@ def _family(values: dict[str, Any], where: str) -> Family:
     return family
 
 
-def _without_tied_head(weights: SafetensorsStore, where: str) -> SafetensorsStore:
+def _without_tied_head(weights: WeightStore, where: str) -> WeightStore:
     """Some tied checkpoints (Qwen3-0.6B) store the head all the same:
     a copy is dropped, another head is a contradiction."""
     if HEAD not in weights.names():
@@ -147,4 +158,4 @@ def _without_tied_head(weights: SafetensorsStore, where: str) -> SafetensorsStor
             f"{where}: tie_word_embeddings is true, but the file has an {HEAD} that differs from {EMBEDDING}; set "
             "tie_word_embeddings to false if the head is meant to be used"
         )
-    return weights.without([HEAD])
+    return DerivedStore(weights, left_out=[HEAD])

@@ -9,7 +9,8 @@ follows the capacity of a row, not its live length.
 Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides
 what is there, but a NaN of another request would get through it (0 * NaN).
 
-A window shorter than a row has no kernel: there the operators of the body stand in the graph, with a mask that has a lower bound too.
+A window shorter than a row has no kernel: there the operators of the body stand in the graph, with a mask that has a
+lower bound too.
 
 Shape letters: `T` packed tokens, `R` requests, `G` positions of a block, `B` rows and `S` padded query length of a
 group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.

@@ -14,6 +14,7 @@ import math
 import torch
 
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec
+from dspark_trt.reference.experts import mixture
 from dspark_trt.reference.weights import ReferenceWeights
 
 
@@ -92,6 +93,8 @@ class ReferenceDecoder:
     def mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """The feed-forward half of the layer, [T, D] -> [T, D], with its norm, without the residual."""
         x = self.norm(f"layers.{layer}.post_attention_layernorm", x)
+        if (experts := self.spec.experts_of(layer)) is not None:
+            return mixture(self.weights, experts, f"layers.{layer}.mlp", x)
         gate = torch.nn.functional.silu(self.weights.linear(f"layers.{layer}.mlp.gate_proj", x))
         return self.weights.linear(
             f"layers.{layer}.mlp.down_proj", gate * self.weights.linear(f"layers.{layer}.mlp.up_proj", x)

@@ -25,6 +25,7 @@ from tests.support.transformers_targets import (
 LIMITS = EngineLimits(max_requests=4, max_seq_len=96, max_batch_tokens=64)
 TOLERANCE = 1e-4
 TAPS = (-1, 0, 3)
+EXPERTS: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 CASES: dict[str, dict[str, Any]] = {
     "qwen2": {"family": "qwen2"},
@@ -44,6 +45,19 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "sliding_window": None},
     "mistral with a window": {"family": "mistral", "sliding_window": 7},
     "mistral with a window of one token": {"family": "mistral", "sliding_window": 1},
+    "qwen3 moe": {"family": "qwen3_moe", **EXPERTS, "norm_topk_prob": True},
+    "qwen3 moe in stacks, not normalised": {"family": "qwen3_moe", **EXPERTS, "in_stacks": True},
+    "qwen3 moe with an MLP in some layers": {"family": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]},
+    "qwen3 moe in every other layer, windows": {
+        "family": "qwen3_moe",
+        **EXPERTS,
+        "decoder_sparse_step": 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    },
+    "qwen2 moe, with a shared expert": {"family": "qwen2_moe", **EXPERTS, "shared_expert_intermediate_size": 40},
+    "mixtral": {"family": "mixtral", "num_local_experts": 6, "num_experts_per_tok": 2},
+    "mixtral in stacks": {"family": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 1, "in_stacks": True},
     "ministral": {"family": "ministral", "sliding_window": 4, "layer_types": MIXED},
 }
 
@@ -81,7 +95,7 @@ def test_logits_and_taps_are_those_of_transformers_on_every_engine(case: str, tm
         check(opened(folder, tmp_path / name), model, seed)
 
 
-@pytest.mark.parametrize("case", ["qwen2 with windows above a layer", "ministral"])
+@pytest.mark.parametrize("case", ["qwen2 with windows above a layer", "ministral", "qwen3 moe"])
 def test_greedy_text_with_drafts_is_that_of_transformers(case: str, tmp_path: Path) -> None:
     folder = write_by_transformers(tmp_path / "target", **CASES[case])
     prompts = [[5, 6, 7, 8, 9, 5, 6], [11], [3 * number % VOCAB_SIZE for number in range(20)]]

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
@@ -18,6 +17,8 @@ from tests.support.factories import write_drafter
 from tests.support.toy_engines import make_loop, run
 
 VOCAB_SIZE = 97
+# of a target's configuration that `write_drafter` starts from
+NO_KEYS_OF_A_DRAFTER = dict.fromkeys(("num_experts", "num_local_experts", "sliding_window", "use_sliding_window"))
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 32,
@@ -34,8 +35,11 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def write_by_transformers(folder: Path, family: str, *, seed: int = 0, **config: Any) -> Path:
-    """Save a random model of `model_type` family, with weights that make logits of a standard deviation of about 3."""
+def write_by_transformers(folder: Path, family: str, *, seed: int = 0, in_stacks: bool = False, **config: Any) -> Path:
+    """Save a random model of `model_type` family, with weights that make logits of a standard deviation of about 3.
+
+    `in_stacks`: experts as transformers 5 holds them, not as published checkpoints do.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(_SIZES | config)), dtype=torch.float32)
@@ -48,7 +52,7 @@ def write_by_transformers(folder: Path, family: str, *, seed: int = 0, **config:
                 else:
                     gain = 3.0 if "embed_tokens" in name or "lm_head" in name else 1.5
                     weight.copy_(gain * torch.randn_like(weight) / weight.shape[-1] ** 0.5)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, save_original_format=not in_stacks)
     return folder
 
 
@@ -74,9 +78,9 @@ def greedy_with_drafts(
     target: Path, folder: Path, limits: EngineLimits, prompts: list[list[int]], num_tokens: int
 ) -> list[list[int]]:
     """The same through the decoding loop on ONNX Runtime, with all drafts of a random drafter verified."""
-    decoder = read_target(str(target)).spec.decoder
-    plain = {"use_sliding_window": False, "sliding_window": None, "head_dim": decoder.head_dim}
-    drafter = write_drafter(folder / "drafter", target, config_extra=plain, heads=4, kv_heads=2, head_dim=8)
+    drafter = write_drafter(
+        folder / "drafter", target, config_extra=NO_KEYS_OF_A_DRAFTER, heads=4, kv_heads=2, head_dim=8
+    )
     engines = open_pair(*read_pair(target, drafter), folder / "graphs", limits=limits)
     loop = make_loop(*engines, SchedulerConfig("fixed"))  # type: ignore[arg-type]
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)

@@ -31,6 +31,11 @@ WINDOWS: list[tuple[Family, dict[str, Any], tuple[int | None, ...]]] = [
     ("mistral", {"sliding_window": None}, ()),
     ("mistral", {"sliding_window": 9}, (9,) * 4),
     ("mistral", {"sliding_window": 9, "layer_types": [SLIDING] * 4}, (9,) * 4),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 4}, (9,) * 4),
+    ("qwen3_moe", {"use_sliding_window": False, "sliding_window": 9}, ()),
+    ("qwen2_moe", {"use_sliding_window": False, "sliding_window": 0, "layer_types": [FULL] * 4}, ()),
+    ("mixtral", {}, ()),
+    ("mixtral", {"sliding_window": 9}, (9,) * 4),
     ("ministral", {"sliding_window": 9, "layer_types": MIXED}, (9, None, 9, None)),
 ]
 
@@ -51,7 +56,7 @@ def test_windows_are_those_of_transformers(family: str, values: dict[str, Any], 
     ("family", "values", "message"),
     [
         ("llama", {"use_sliding_window": True, "sliding_window": 64}, "does not say which layers"),
-        ("llama", {"layer_types": MIXED}, "sliding_window has to be a number of positions, found None"),
+        ("llama", {"layer_types": MIXED}, "sliding_window has to be a number .*found None"),
         ("llama", {"layer_types": MIXED, "sliding_window": 8, "use_sliding_window": False}, "is not true"),
         ("qwen3", {"layer_types": MIXED, "sliding_window": 8}, "is not true"),
         (
@@ -61,10 +66,12 @@ def test_windows_are_those_of_transformers(family: str, values: dict[str, Any], 
         ),
         ("qwen2", {"layer_types": [FULL] * 3}, "one entry for each of the 4 layers .*found 3 entries"),
         ("qwen2", {"layer_types": "all"}, "found 'all'"),
-        ("mistral", {"sliding_window": 0}, "expected a number of positions or null, found 0"),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8}, "does not say which layers"),
+        ("mistral", {"sliding_window": 0}, "has to be a number .*found 0"),
         ("mistral", {"sliding_window": True}, "found True"),
-        ("mistral", {"sliding_window": 9, "layer_types": MIXED}, "write model_type 'ministral'"),
-        ("mistral", {"sliding_window": None, "layer_types": [SLIDING] * 4}, "write model_type 'ministral'"),
+        ("mistral", {"sliding_window": 9, "layer_types": MIXED}, "layer_types are not what sliding_window = 9 says"),
+        ("mistral", {"sliding_window": None, "layer_types": [SLIDING] * 4}, "are not what sliding_window = None"),
+        ("qwen3_moe", {"sliding_window": 9, "layer_types": MIXED}, "are not what sliding_window = 9 says"),
     ],
 )
 def test_windows_that_are_left_open_or_contradict_each_other_are_refused(
