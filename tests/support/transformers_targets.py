@@ -78,9 +78,7 @@ def greedy_with_drafts(
     target: Path, folder: Path, limits: EngineLimits, prompts: list[list[int]], num_tokens: int
 ) -> list[list[int]]:
     """The same through the decoding loop on ONNX Runtime, with all drafts of a random drafter verified."""
-    drafter = write_drafter(
-        folder / "drafter", target, config_extra=NO_KEYS_OF_A_DRAFTER, heads=4, kv_heads=2, head_dim=8
-    )
+    drafter = write_drafter(folder / "drafter", target, config_extra=NO_KEYS_OF_A_DRAFTER)
     engines = open_pair(*read_pair(target, drafter), folder / "graphs", limits=limits)
     loop = make_loop(*engines, SchedulerConfig("fixed"))  # type: ignore[arg-type]
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
