@@ -18,6 +18,7 @@ from dspark_trt.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+EXPERTS_UP, EXPERTS_DOWN = "mlp.experts.gate_up.weight", "mlp.experts.down.weight"  # of a layer
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -61,35 +62,58 @@ def drafter_shapes(spec: DrafterSpec) -> Shapes:
 def _decoder_shapes(spec: DecoderSpec) -> Shapes:
     shapes: Shapes = {"norm.weight": (spec.hidden_size,)}
     for index in range(spec.num_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in _layer_shapes(spec, index).items()}
+        layer = _attention_shapes(spec, index) | (_expert_shapes(spec, index) or _mlp_shapes(spec))
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
 
 
-def _layer_shapes(spec: DecoderSpec, index: int) -> Shapes:
-    D, attention = spec.hidden_size, spec.shape_of(index)
+def _attention_shapes(spec: DecoderSpec, layer: int) -> Shapes:
+    """Of a layer's attention and of all norms."""
+    D, attention = spec.hidden_size, spec.shape_of(layer)
     query, key_value = spec.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     linears = {
         "self_attn.q_proj": ((query, D), spec.has_qkv_bias),
         "self_attn.k_proj": ((key_value, D), spec.has_qkv_bias),
         "self_attn.v_proj": ((key_value, D), spec.has_qkv_bias),
         "self_attn.o_proj": ((D, query), spec.has_o_bias),
-        "mlp.gate_proj": ((spec.intermediate_size, D), spec.has_mlp_bias),
-        "mlp.up_proj": ((spec.intermediate_size, D), spec.has_mlp_bias),
-        "mlp.down_proj": ((D, spec.intermediate_size), spec.has_mlp_bias),
     }
     if attention.is_value_of_key:
         del linears["self_attn.v_proj"]
-    layer: Shapes = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
-    for name, (shape, has_bias) in linears.items():
-        layer[f"{name}.weight"] = shape
-        if has_bias:
-            layer[f"{name}.bias"] = shape[:1]
+    shapes = _linear_shapes(linears) | {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
     if spec.has_qk_norm:
-        layer |= {"self_attn.q_norm.weight": (attention.head_dim,), "self_attn.k_norm.weight": (attention.head_dim,)}
+        shapes |= {"self_attn.q_norm.weight": (attention.head_dim,), "self_attn.k_norm.weight": (attention.head_dim,)}
     if spec.gemma is not None:
-        layer |= {f"{place}_feedforward_layernorm.weight": (D,) for place in ("pre", "post")}
-        layer["layer_scalar"] = (1,)
-    return layer
+        shapes |= {f"{place}_feedforward_layernorm.weight": (D,) for place in ("pre", "post")} | {"layer_scalar": (1,)}
+    return shapes
+
+
+def _mlp_shapes(spec: DecoderSpec) -> Shapes:
+    return _linear_shapes(
+        {
+            "mlp.gate_proj": ((spec.intermediate_size, spec.hidden_size), spec.has_mlp_bias),
+            "mlp.up_proj": ((spec.intermediate_size, spec.hidden_size), spec.has_mlp_bias),
+            "mlp.down_proj": ((spec.hidden_size, spec.intermediate_size), spec.has_mlp_bias),
+        }
+    )
+
+
+def _expert_shapes(spec: DecoderSpec, layer: int) -> Shapes:
+    """Nothing where that layer has an MLP."""
+    experts, D = spec.experts_of(layer), spec.hidden_size
+    if experts is None:
+        return {}
+    E, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
+    shapes: Shapes = {"mlp.gate.weight": (E, D), EXPERTS_UP: (E, 2 * inner, D), EXPERTS_DOWN: (E, D, inner)}
+    if shared is not None:
+        shapes |= {f"mlp.shared_expert.{each}_proj.weight": (shared, D) for each in ("gate", "up")}
+        shapes |= {"mlp.shared_expert.down_proj.weight": (D, shared), "mlp.shared_expert_gate.weight": (1, D)}
+    return shapes
+
+
+def _linear_shapes(linears: Mapping[str, tuple[tuple[int, int], bool]]) -> Shapes:
+    """Of weights, and of biases where there are any."""
+    shapes: Shapes = {f"{name}.weight": shape for name, (shape, _) in linears.items()}
+    return shapes | {f"{name}.bias": shape[:1] for name, (shape, has_bias) in linears.items() if has_bias}
 
 
 def check_sizes(spec: DecoderSpec, where: str) -> None:

@@ -50,7 +50,13 @@ class RopeParameters(BaseModel):
 
 
 def rope_spec(
-    parameters: RopeParameters, *, theta: float | None, original: int | None, max_position_embeddings: int, where: str
+    parameters: RopeParameters,
+    *,
+    theta: float | None,
+    original: int | None,
+    max_position_embeddings: int,
+    where: str,
+    default_theta: float = DEFAULT_THETA,
 ) -> RopeSpec:
     """Resolve one dictionary of parameters, with the top-level `rope_theta` and `original_max_position_embeddings`.
 
@@ -73,7 +79,7 @@ def rope_spec(
             f"{where}: rope_theta is {theta} at the top level, but {parameters.rope_theta} in the rope parameters; "
             "remove the wrong one"
         )
-    theta = float(parameters.rope_theta or theta or DEFAULT_THETA)
+    theta = float(parameters.rope_theta or theta or default_theta)
     original = original or parameters.original_max_position_embeddings or max_position_embeddings
     match rope_type:
         case "default":

@@ -9,7 +9,8 @@ follows the capacity of a row, not its live length.
 Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides
 what is there, but a NaN of another request would get through it (0 * NaN).
 
-A window has no kernel: there the operators of the body stand in the graph, with a mask that has a lower bound too.
+A window shorter than a row has no kernel: there the operators of the body stand in the graph, with a mask that has a
+lower bound too.
 
 Shape letters: `T` packed tokens, `R` requests, `G` positions of a block, `B` rows and `S` padded query length of a
 group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
@@ -17,7 +18,7 @@ group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
@@ -39,7 +40,8 @@ class StandardCausalAttention:
     def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> None:
         self._builder = builder
         self._spec = spec
-        self._groups: list[tuple[_Rows, Mapping[int | None, Attend]]] = []
+        self._groups: list[tuple[_Rows, dict[int | None, Attend]]] = []
+        self._windows = [_shorter(spec.window_of(layer), dims) for layer in range(spec.num_layers)]
         for group in bindings.TARGET_GROUPS:
             tokens = bindings.group_tokens(group)
             past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
@@ -54,7 +56,7 @@ class StandardCausalAttention:
                 num_slots = gamma + 1 if group == bindings.DECODE else dims.limits.max_batch_tokens
                 attends = {
                     window: _causal_attention(builder, spec, dims, window, last_seen, num_slots=num_slots)
-                    for window in dict.fromkeys(spec.window_of(layer) for layer in range(spec.num_layers))
+                    for window in dict.fromkeys(self._windows)
                 }
                 self._groups.append((_Rows(builder, spec, dims, group, tokens, past, query), attends))
 
@@ -63,7 +65,7 @@ class StandardCausalAttention:
         query, key = split_query_key(builder, spec, layer, query_key)
         width, outputs = spec.num_heads * spec.shape_of(layer).head_dim, []
         for rows, attends in self._groups:
-            attended = rows.attend(layer, query, key, value, attends[spec.window_of(layer)])  # [B, S, N * H]
+            attended = rows.attend(layer, query, key, value, attends[self._windows[layer]])  # [B, S, N * H]
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, width)))
         slots = builder.op("Concat", *outputs, axis=0)
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
@@ -235,6 +237,11 @@ def _masked_attention(
         return builder.op("Attention", query, keys, values, mask, scale=spec.score_scale_of(0))
 
     return attend
+
+
+def _shorter(window: int | None, dims: TargetDims) -> int | None:
+    """None for a window that no row outgrows: the layer sees everything, and the kernels that need it do for it."""
+    return None if window is None or window >= dims.limits.max_seq_len else window
 
 
 def _scalar(builder: GraphBuilder, vector: str) -> str:

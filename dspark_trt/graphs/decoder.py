@@ -1,4 +1,4 @@
-"""What target and drafter share: Linear layers, norms, and the parts of a decoder layer.
+"""What target and drafter share: norms, and the parts of a decoder layer.
 
 Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head dim.
 """
@@ -6,80 +6,17 @@ Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head d
 from __future__ import annotations
 
 import numpy as np
-from onnx import TensorProto
 
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract.dims import FloatType
 from dspark_trt.graphs.attention import AttentionEmitter
-from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.experts import Experts
+from dspark_trt.graphs.linears import Linears
 from dspark_trt.graphs.numbers import NUMPY_TYPES, Numbers
-from dspark_trt.graphs.quantize import ACCURACY_LEVEL, BLOCK_SIZE, LinearBits
+from dspark_trt.graphs.quantize import LinearBits
 from dspark_trt.graphs.rotary import Rotary
 from dspark_trt.graphs.weights import TensorSource
-
-
-class Linears:
-    """Linear layers on packed tokens, from one source of weights and in one precision."""
-
-    def __init__(self, builder: GraphBuilder, source: TensorSource, bits: LinearBits, element_type: FloatType) -> None:
-        """`element_type` of weights and biases; that of block scales and of what goes in and out."""
-        self._builder = builder
-        self._source = source
-        self._bits = bits
-        self._element_type = element_type
-
-    def __call__(self, x: str, weight: str, *, bias: str | None = None, output: str | None = None) -> str:
-        """x [T, in], weight [out, in] -> [T, out]. Weights keep the checkpoint's layout, so that none is copied."""
-        extra = [] if bias is None else [self._tensor(bias)]
-        if self._bits is None:
-            return self._builder.op("Gemm", x, self._tensor(weight), *extra, transB=1, output=output)
-        if self._bits == "rows":
-            product = self._by_rows(x, weight, output=None if extra else output)
-            return self._builder.op("Add", product, *extra, output=output) if extra else product
-        blocks, scales = self._source.blocks(weight, self._bits)
-        out_features, in_features = self._source.shape(weight)
-        product = self._builder.op(
-            "MatMulNBits",
-            x,
-            self._builder.initializer(blocks),
-            self._builder.initializer(scales),
-            domain=CONTRIB_DOMAIN,
-            K=in_features,
-            N=out_features,
-            bits=self._bits,
-            block_size=BLOCK_SIZE,
-            accuracy_level=ACCURACY_LEVEL,
-            output=None if extra else output,
-        )
-        return self._builder.op("Add", product, *extra, output=output) if extra else product
-
-    def _by_rows(self, x: str, weight: str, *, output: str | None) -> str:
-        """Activations of each row in eight bits around 128, integer product, then the scales of output and row.
-
-        Not `DynamicQuantizeMatMul`, which takes one scale for the whole tensor: a row would depend on its neighbours.
-        """
-        builder = self._builder
-        integers, scales = self._source.rows(weight)
-        largest = builder.op("ReduceMax", builder.op("Abs", x), builder.vector(-1), keepdims=1)
-        row_scale = builder.op("Div", builder.op("Max", largest, _float(builder, 1e-12)), _float(builder, 127))
-        shifted = builder.op("Add", builder.op("Round", builder.op("Div", x, row_scale)), _float(builder, 128))
-        product = builder.op(
-            "MatMulIntegerToFloat",
-            builder.op("Cast", shifted, to=TensorProto.UINT8),
-            builder.initializer(integers),
-            _float(builder, 1),
-            builder.initializer(scales),
-            builder.constant(np.array(128, np.uint8)),
-            domain=CONTRIB_DOMAIN,
-        )
-        return builder.op("Mul", product, row_scale, output=output)
-
-    def _tensor(self, name: str) -> str:
-        return self._builder.initializer(self._source.tensor(name, self._element_type))
-
-
-def _float(builder: GraphBuilder, value: float) -> str:
-    return builder.constant(np.array(value, np.float32))
 
 
 class DecoderParts:
@@ -95,12 +32,14 @@ class DecoderParts:
         bits: LinearBits,
         positions: str,
         num_positions: int,
+        experts: Experts | None = None,
     ) -> None:
-        """`positions` [T] of the packed tokens, all below `num_positions`."""
+        """`positions` [T] of the packed tokens, all below `num_positions`. `experts`: where the spec has some."""
         self._builder = builder
         self._spec = spec
         self._source = source
         self._numbers = numbers
+        self._experts = experts
         self._linear = Linears(builder, source, bits, numbers.model)
         self._projections: dict[tuple[int, str, str], str] = {}
         shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
@@ -178,7 +117,9 @@ class DecoderParts:
         return self._linear(attended, f"{module}.weight", bias=f"{module}.bias" if self._spec.has_o_bias else None)
 
     def mlp(self, layer: int, x: str) -> str:
-        """[T, D] -> [T, D]: down(activation(gate(x)) * up(x)), x already normalised."""
+        """[T, D] -> [T, D]: down(activation(gate(x)) * up(x)), or that of experts; x already normalised."""
+        if self._experts is not None and self._spec.experts_of(layer) is not None:
+            return self._experts.mlp(layer, x)
         gate = self._mlp_linear(layer, "gate_proj", x)
         if self._spec.gemma is not None:
             activated = self._builder.op("Gelu", gate, approximate="tanh")

@@ -29,9 +29,10 @@ from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import block_attention, context_writer, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import DecoderParts, Linears, softcapped
+from dspark_trt.graphs.decoder import DecoderParts, softcapped
 from dspark_trt.graphs.heads import emit_markov_head
 from dspark_trt.graphs.limits import check_limits
+from dspark_trt.graphs.linears import Linears
 from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import Quantisation, quantisation
 from dspark_trt.graphs.target import head_weight

@@ -20,6 +20,12 @@ def causal_limits(past_lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Ten
     return past_lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
 
 
+def seen_by_tokens(positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which positions each of a row's last tokens, at `positions` [S], sees: [S, positions of the row]."""
+    distance = positions[:, None] - torch.arange(int(positions[-1]) + 1, device=positions.device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
 def seen_by_block(form: BlockAttention, past: int, positions: torch.Tensor) -> torch.Tensor:
     """Which of the `past` context positions and its own `positions` [n] each place of a block sees, [n, past + n]."""
     keys, queries = torch.arange(past + len(positions), device=positions.device), positions[:, None]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
 from dspark_trt.errors import CapacityError
-from dspark_trt.reference.attention import seen_by_block
+from dspark_trt.reference.attention import seen_by_block, seen_by_tokens
 from dspark_trt.reference.heads import ReferenceHeads
 from dspark_trt.reference.model import ReferenceCache, ReferenceDecoder
 from dspark_trt.reference.weights import ReferenceWeights
@@ -163,9 +163,7 @@ class ReferenceTargetEngine(_Engine):
                 part = slice(segment.begin, segment.end)
                 self._cache.write(layer, segment.row, segment.past, keys[part], values[part])
                 row_keys, row_values = self._cache.read(layer, segment.row, segment.length)
-                distances = positions[part, None] - torch.arange(segment.length, device=self._device)
-                window = self._decoder.spec.window_of(layer) or segment.length
-                is_visible = (distances >= 0) & (distances < window)
+                is_visible = seen_by_tokens(positions[part], self._decoder.spec.window_of(layer))
                 attended[part] = self._decoder.attend(layer, queries[part], row_keys, row_values, is_visible)
             x = self._decoder.layer_output(layer, x, attended)
             yield layer, x

@@ -14,6 +14,7 @@ import math
 import torch
 
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec
+from dspark_trt.reference.experts import mixture
 from dspark_trt.reference.weights import ReferenceWeights
 
 
@@ -114,6 +115,8 @@ class ReferenceDecoder:
         """The feed-forward half of the layer, [T, D] -> [T, D], with its norm, without the residual."""
         is_gemma = self.spec.gemma is not None
         x = self.norm(f"layers.{layer}.{'pre_feedforward' if is_gemma else 'post_attention'}_layernorm", x)
+        if (experts := self.spec.experts_of(layer)) is not None:
+            return mixture(self.weights, experts, f"layers.{layer}.mlp", x)
         gate = self.weights.linear(f"layers.{layer}.mlp.gate_proj", x)
         gate = torch.nn.functional.gelu(gate, approximate="tanh") if is_gemma else torch.nn.functional.silu(gate)
         return self.weights.linear(

@@ -88,7 +88,13 @@ class TorchTargetSession(TorchSession):
             tokens, past = tensors[bindings.group_tokens(name)], tensors[bindings.group_past_lengths(name)]
             query = tensors[bindings.group_query_lengths(name)]
             groups[name] = RowGroupAttention(decoder.spec, tokens, past, query, dims.limits.max_seq_len)
-            masks[name] = groups[name].mask_to(causal_limits(past, tokens), dims.cache.capacity)
+            last_seen = causal_limits(past, tokens)
+            masks[name] = {
+                window: groups[name].mask_to(
+                    last_seen, dims.cache.capacity, None if window is None else last_seen - window + 1
+                )
+                for window in {decoder.spec.window_of(layer) for layer in range(decoder.spec.num_layers)}
+            }
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             padded = []
@@ -96,7 +102,8 @@ class TorchTargetSession(TorchSession):
                 key_cache, value_cache = _caches(tensors, name, layer)
                 group.write(key_cache, keys)
                 group.write(value_cache, values)
-                padded.append(group.attend(queries, key_cache, value_cache, masks[name]))
+                mask = masks[name][decoder.spec.window_of(layer)]
+                padded.append(group.attend(queries, key_cache, value_cache, mask))
             return torch.cat(padded)[tensors[bindings.PADDED_INDICES]]
 
         x = self._embedding[tensors[bindings.TOKEN_IDS]]

@@ -23,6 +23,7 @@ from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.factories import write_drafter, write_target
 from tests.support.rtx_graphs import Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
+from tests.support.transformers_targets import NO_KEYS_OF_A_DRAFTER, write_by_transformers
 
 DRAFTER_GRAPHS = (bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
 
@@ -81,6 +82,20 @@ def test_a_mask_first_block_with_a_window_and_fewer_ids_compiles(tmp_path: Path)
     counts = {"ATTENTION_INPUT": 1, "ATTENTION_OUTPUT": 1, "KV_CACHE_UPDATE": 4, "PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2}
     assert counted_layers(facts) == {bindings.DRAFT_GRAPH: counts}
     assert facts[bindings.DRAFT_GRAPH].warnings == ()
+
+
+def test_a_target_with_experts_and_windows_compiles(tmp_path: Path) -> None:
+    """An MLP in layer 0, experts in their plain form above, and no layer sees farther than its window."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "moe_intermediate_size": 32}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
+    target = write_by_transformers(tmp_path / "target", "qwen3_moe", **sizes, **experts, **windows)
+    drafter = write_drafter(tmp_path / "drafter", target, layers=1, config_extra=NO_KEYS_OF_A_DRAFTER)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH])
+    counts = {"ATTENTION_INPUT": 6, "ATTENTION_OUTPUT": 6, "KV_CACHE_UPDATE": 12, "ROTARY_EMBEDDING": 3}
+    assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
+    assert facts[bindings.TARGET_GRAPH].warnings == ()
 
 
 def check_compiled_elsewhere(pair: Pair, folder: Path, *, use_plugins: bool, names: Sequence[str] = GRAPHS) -> None:

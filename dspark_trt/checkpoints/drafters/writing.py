@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from dspark_trt.checkpoints.drafters.deepspec import ARCHITECTURE, GEMMA4_ARCHITECTURE
 from dspark_trt.checkpoints.drafters.draft_ids import D2T, T2D
+from dspark_trt.checkpoints.families import FAMILIES
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import (
     PLAIN_ATTENTION,
@@ -30,7 +31,6 @@ from dspark_trt.checkpoints.spec import (
 from dspark_trt.errors import CheckpointError
 
 Form = Literal["deepspec", "speculators"]
-_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma4": "Gemma4ForCausalLM"}
 
 Written = tuple[dict[str, Any], dict[str, NDArray[Any]]]
 
@@ -100,7 +100,7 @@ def _deepspec(drafter: DrafterCheckpoint, target: TargetCheckpoint) -> Written:
 
 def _speculators(drafter: DrafterCheckpoint, target: TargetCheckpoint, verifier: str) -> Written:
     spec = drafter.spec
-    if spec.decoder.gemma is not None:
+    if spec.decoder.gemma is not None or target.spec.family == "gemma4":
         raise CheckpointError(
             "transformer_layer_config: the drafter's layers are Gemma 4's, and the speculators form has Qwen3's; use "
             "--to deepspec"
@@ -133,7 +133,7 @@ def _proposal(spec: DrafterSpec, target: TargetSpec, kind: str, verifier: str) -
         "algorithm": kind,
         "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": spec.gamma}],
-        "verifier": {"name_or_path": verifier, "architectures": [_FAMILIES[target.family]]},
+        "verifier": {"name_or_path": verifier, "architectures": [FAMILIES[target.family].architecture]},
     }
 
 
