@@ -7,15 +7,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from dspark_trt.building.limits import check_target
+from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.cli import app
+from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.errors import EngineBuildError, RecipeError
+from dspark_trt.reference.on_device import open_device_reference_engines
 from tests.support.conversations import open_pair, read_pair
-from tests.support.device_cases import LIMITS, VOCABULARY, Pair, check_distribution, check_greedy, greedy_requests
+from tests.support.device_cases import (
+    LIMITS,
+    VOCABULARY,
+    Pair,
+    check_distribution,
+    check_greedy,
+    decode,
+    greedy_requests,
+    tokens_of,
+)
 from tests.support.gemma4 import write_gemma_drafter, write_gemma_target
 
 
@@ -42,6 +57,15 @@ def test_greedy_texts_are_those_of_transformers_at_every_verify_length(tmp_path:
         check_greedy(engines, pair, scheduler, expected)
 
 
+def test_greedy_texts_stay_with_a_drafter_of_eight_bits_and_fewer_ids(tmp_path: Path) -> None:
+    engines, pair = open_small(tmp_path, VOCABULARY, seed=1)
+    expected = tokens_of(decode(engines.target, engines.drafter, None, SchedulerConfig("off")), greedy_requests())
+    form = DrafterForm("int8", np.array([0, 1, 3, 5, 6, 8]), 3)
+    (tmp_path / "other").mkdir()
+    target, drafter = open_pair(pair.target, pair.drafter, tmp_path / "other", limits=LIMITS, form=form)
+    check_greedy(SimpleNamespace(target=target, drafter=drafter, step=None), pair, SchedulerConfig("fixed"), expected)
+
+
 @pytest.mark.parametrize("mode", ["fixed", "early_stop", "lagged_budget"])
 def test_sampled_texts_have_the_targets_distribution(mode: str, tmp_path: Path) -> None:
     engines, pair = open_small(tmp_path, 5, seed=1)
@@ -56,8 +80,11 @@ def test_a_pair_is_built_by_one_command_generates_and_verifies(tmp_path: Path) -
     limits = "--max-requests 4 --max-seq-len 64 --max-batch-tokens 64 --num-threads 1"
     plain = "--draft-vocab all --drafter-precision fp32 --markov-top-n 0"  # choosing takes longer than the rest
     pair = ["--target", str(target), "--drafter", str(drafter), "--output", output]
-    called("build", *pair, *limits.split(), *plain.split())
-    called("generate", output, "the quick", "--max-tokens", "8", "--json")
+    (tmp_path / "temperatures.json").write_text(json.dumps({"temperatures": [1.0] * 5}))  # measuring takes long too
+    calibration = ["--calibration", str(tmp_path / "temperatures.json")]
+    called("build", *pair, *limits.split(), *plain.split(), *calibration)
+    answer = json.loads(called("generate", output, "--prompt", "the quick", "--max-tokens", "8", "--json"))
+    assert 0 < len(answer["token_ids"]) <= 8
     options = "--prompts 2 --samples 2 --max-tokens 8 --modes fixed,early_stop --json"
     report = json.loads(called("verify", output, *options.split()))
     assert report["has_passed"]
@@ -69,3 +96,13 @@ def called(*arguments: str) -> str:
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def test_devices_are_refused_with_what_to_use_in_their_place(tmp_path: Path) -> None:
+    target_folder = write_gemma_target(tmp_path / "target")
+    target, drafter = read_pair(target_folder, write_gemma_drafter(tmp_path / "drafter", target_folder))
+    recipe = BuildRecipe(target="google/gemma-4-12B-it", drafter="d", backend="tensorrt_rtx")
+    with pytest.raises(RecipeError, match="google/gemma-4-12B-it .Gemma 4. have several; use --backend onnxruntime"):
+        check_target(recipe, target.spec)
+    with pytest.raises(EngineBuildError, match="layers of one size only"):
+        open_device_reference_engines(target, drafter, limits=LIMITS, precision="fp32", device="cpu")
