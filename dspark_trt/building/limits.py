@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dspark_trt.building.recipe import NGRAM, BuildRecipe
 from dspark_trt.calibration.given import read_given
-from dspark_trt.checkpoints.spec import DraftSource, NgramSpec, TargetSpec
+from dspark_trt.checkpoints.spec import DraftSource, NgramSpec
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
 
@@ -34,15 +34,6 @@ def _check_drafter_options(recipe: BuildRecipe) -> None:
         value = getattr(recipe, name)
         if value != BuildRecipe.model_fields[name].default:
             raise RecipeError(f"{name}: {value} {why}; leave --{name.replace('_', '-')} out")
-
-
-def check_target(recipe: BuildRecipe, target: TargetSpec) -> None:
-    """Raises RecipeError where the backend has no engines for layers like the target's."""
-    if target.decoder.gemma is not None and recipe.backend != "onnxruntime":
-        raise RecipeError(
-            f"backend: {recipe.backend} has KV memory for layers of one size, and those of {recipe.target} (Gemma 4) "
-            "have several; use --backend onnxruntime"
-        )
 
 
 def check_calibration(recipe: BuildRecipe, drafter: DraftSource) -> None:

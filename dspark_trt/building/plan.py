@@ -10,7 +10,7 @@ from typing import Any
 
 from dspark_trt.building.backends import choose_backend
 from dspark_trt.building.context import DEFAULT_MAX_SEQ_LEN
-from dspark_trt.building.limits import check_calibration, check_recipe, check_scheduler, check_target
+from dspark_trt.building.limits import check_calibration, check_recipe, check_scheduler
 from dspark_trt.building.manifest import STAGE_NAMES
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.drafter import read_drafter_spec
@@ -103,7 +103,6 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
         locate_here(recipe.drafter, recipe.drafter_revision)
         drafter = read_drafter_spec(recipe.drafter, recipe.drafter_revision)
     target = read_target_spec(recipe.target, recipe.target_revision)
-    check_target(recipe, target)
     max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, target.decoder.max_position_embeddings)
     limits = EngineLimits(recipe.max_requests, max_seq_len, recipe.max_batch_tokens)
     check_limits(limits, target.decoder, gamma=drafter.gamma, what="target")

@@ -18,8 +18,6 @@ group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
 from dspark_trt_plugins.row_attention.function_body import row_attention_function, row_attention_node
@@ -27,11 +25,10 @@ from dspark_trt_plugins.row_attention.function_body import row_attention_functio
 from dspark_trt.checkpoints.spec import BlockAttention, DecoderSpec, DrafterSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.graphs.attention_masked import Attend, masked_attention
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
-
-Attend = Callable[[str, str, str], str]  # queries [B, N, S, H], keys and values [B, K, C, H] -> [B, N, S, H]
 
 
 class StandardCausalAttention:
@@ -106,7 +103,7 @@ class StandardBlockAttention:
         begin = positions if form.window_from == "slot" else builder.op("Unsqueeze", row_past, builder.vector(1))
         reach = form.window - 1 if form.window_from == "slot" else form.window
         first_seen = builder.op("Sub", begin, builder.scalar(reach))  # [B, G] or [B, 1]
-        return _masked_attention(builder, self._spec, dims, first_seen, last_seen)
+        return masked_attention(builder, self._spec, dims, first_seen, last_seen)
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
@@ -168,7 +165,7 @@ class _Rows:
         """[T, ...] -> [B, S, N * H]."""
         keys, values = self.write(layer, key, value)
         num_heads, head_dim = self._spec.num_heads, self._spec.shape_of(layer).head_dim
-        attended = attend(self._pad(query, num_heads, head_dim), keys, values)  # [B, N, S, H]
+        attended = attend(layer, self._pad(query, num_heads, head_dim), keys, values)  # [B, N, S, H]
         slots = self._builder.op("Transpose", attended, perm=[0, 2, 1, 3])
         return self._builder.op("Reshape", slots, self._builder.vector(0, 0, num_heads * head_dim))
 
@@ -193,7 +190,7 @@ def _causal_attention(
         return _live_attention(builder, spec, dims, last_seen, num_slots=num_slots)
     # the kernel knows neither a window nor another scale
     first_seen = None if window is None else builder.op("Sub", last_seen, builder.scalar(window - 1))
-    return _masked_attention(builder, spec, dims, first_seen, last_seen)
+    return masked_attention(builder, spec, dims, first_seen, last_seen)
 
 
 def _live_attention(
@@ -210,31 +207,11 @@ def _live_attention(
     )
     function = row_attention_function(form)
 
-    def attend(query: str, keys: str, values: str) -> str:
+    def attend(layer: int, query: str, keys: str, values: str) -> str:
         name = builder.fresh("RowAttention")
         attended = f"{name}:0"
         builder.node(row_attention_node(form, [query, keys, values, last_seen], [attended], name=name), function)
         return attended
-
-    return attend
-
-
-def _masked_attention(
-    builder: GraphBuilder,
-    spec: DecoderSpec,
-    dims: TargetDims | DrafterDims,
-    first_seen: str | None,
-    last_seen: str,
-) -> Attend:
-    """Each query sees the positions from `first_seen` to `last_seen`, both [B, S] or of that shape when broadcast."""
-    positions = builder.constant(np.arange(dims.cache.capacity, dtype=np.int64))
-    mask = builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
-    if first_seen is not None:
-        is_near = builder.op("GreaterOrEqual", positions, builder.op("Unsqueeze", first_seen, builder.vector(1, 3)))
-        mask = builder.op("And", mask, is_near)  # [B, 1, S, C]
-
-    def attend(query: str, keys: str, values: str) -> str:
-        return builder.op("Attention", query, keys, values, mask, scale=spec.score_scale_of(0))
 
     return attend
 

@@ -142,7 +142,7 @@ class ReferenceTargetEngine(_Engine):
             outputs = self._layer_outputs(self._tensor(batch.token_ids, torch.int64), segments)
             raw = {layer: output for layer, output in outputs if layer in (*self._taps, last_layer)}
             wanted = raw[last_layer][self._tensor(batch.logit_rows, torch.int64)]
-            logits = self._decoder.capped(self._decoder.norm("norm", wanted) @ self._head.T)
+            logits = self._decoder.cap(self._decoder.norm("norm", wanted) @ self._head.T)
             if self._norm_last_tap:
                 raw[last_layer] = self._decoder.norm("norm", raw[last_layer])
             empty = logits.new_zeros(segments[-1].end, 0)
@@ -219,7 +219,7 @@ class ReferenceDraftEngine(_Engine):
             blocks = zip(anchor_ids, batch.rows.tolist(), batch.past_lengths.tolist(), strict=True)
             hidden = torch.stack([self._backbone(*block, num_slots) for block in blocks])
             draft_ids, draft_logits, confidence_logits = self._heads.draft(
-                self._decoder.capped(hidden @ self._head.T),
+                self._decoder.cap(hidden @ self._head.T),
                 hidden,
                 anchor_ids,
                 self._tensor(batch.temperatures, torch.float32),

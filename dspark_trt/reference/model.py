@@ -83,12 +83,12 @@ class ReferenceDecoder:
         """Rows of the embedding, [T, D], as they go into the first layer."""
         if self.spec.gemma is None:
             return rows
-        return rows * torch.tensor(self.spec.hidden_size**0.5, dtype=rows.dtype, device=rows.device)
+        return rows * float(torch.tensor(self.spec.hidden_size**0.5, dtype=rows.dtype))  # rounded, as transformers does
 
-    def capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits behind the soft cap, where there is one."""
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        """Brings logits behind the soft cap, where there is one, in place."""
         cap = self.spec.logit_softcap
-        return logits if cap is None else cap * (logits / cap).tanh()
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.weights.rms_norm(name, x, self.spec.rms_norm_eps)

@@ -18,7 +18,7 @@ from dspark_trt.contract.dims import DrafterDims, FloatType, TargetDims, drafter
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.device.engines import DeviceEngines, DeviceSessions, open_device_engines
 from dspark_trt.engines.device.errors import torch_errors
-from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
+from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.reference.sequential import TorchSelectSession
 from dspark_trt.reference.sessions import TorchDraftSession, TorchIngestSession, TorchTargetSession, context_type
 from dspark_trt.reference.weights import ReferenceWeights
@@ -65,11 +65,9 @@ def open_reference_sessions(
     device: str,
 ) -> ReferenceSessions:
     """Raises EnvironmentMissingError where torch sees no such device, or triton or cuda-bindings is missing on a GPU;
-    EngineBuildError when the weights do not fit, kernels cannot be loaded, or layers differ in their heads.
+    EngineBuildError when the weights do not fit or kernels cannot be loaded.
     """
     check_device(device)
-    if target.spec.decoder.gemma is not None:
-        raise EngineBuildError("Gemma 4: the runtime of a device has KV memory for layers of one size only")
     element_type = ELEMENT_TYPES[precision]
     of_target = target_dims(
         target.spec,

@@ -13,12 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from dspark_trt.building.limits import check_target
-from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.cli import app
 from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.scheduler import SchedulerConfig
-from dspark_trt.errors import EngineBuildError, RecipeError
 from dspark_trt.reference.on_device import open_device_reference_engines
 from tests.support.conversations import open_pair, read_pair
 from tests.support.device_cases import (
@@ -29,9 +26,11 @@ from tests.support.device_cases import (
     check_greedy,
     decode,
     greedy_requests,
+    oracle_tokens,
     tokens_of,
 )
 from tests.support.gemma4 import write_gemma_drafter, write_gemma_target
+from tests.support.onnxruntime_device_session import open_device_pair
 
 
 def open_small(folder: Path, vocab_size: int, seed: int) -> tuple[Any, Pair]:
@@ -98,11 +97,16 @@ def called(*arguments: str) -> str:
     return result.stdout
 
 
-def test_devices_are_refused_with_what_to_use_in_their_place(tmp_path: Path) -> None:
-    target_folder = write_gemma_target(tmp_path / "target")
-    target, drafter = read_pair(target_folder, write_gemma_drafter(tmp_path / "drafter", target_folder))
-    recipe = BuildRecipe(target="google/gemma-4-12B-it", drafter="d", backend="tensorrt_rtx")
-    with pytest.raises(RecipeError, match=r"12B-it \(Gemma 4\) have several; use --backend onnxruntime"):
-        check_target(recipe, target.spec)
-    with pytest.raises(EngineBuildError, match="layers of one size only"):
-        open_device_reference_engines(target, drafter, limits=LIMITS, precision="fp32", device="cpu")
+@pytest.mark.parametrize("computed_by", ["ONNX Runtime", "PyTorch"])
+@pytest.mark.parametrize("mode", ["fixed", "lagged_budget"])
+def test_the_runtime_of_a_device_gives_the_same_texts(computed_by: str, mode: str, tmp_path: Path) -> None:
+    """Its KV memory has a pool for each shape of layers; heads wider than any kernel are products of matrices there."""
+    target_folder = write_gemma_target(tmp_path / "target", vocab_size=VOCABULARY, global_head_dim=264)
+    pair = Pair(*read_pair(target_folder, write_gemma_drafter(tmp_path / "drafter", target_folder)))
+    if computed_by == "PyTorch":
+        engines = open_device_reference_engines(
+            pair.target, pair.drafter, limits=LIMITS, precision="fp32", device="cpu"
+        )
+    else:
+        engines = open_device_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=LIMITS).engines
+    check_greedy(engines, pair, SchedulerConfig(mode), oracle_tokens(pair, greedy_requests()))  # type: ignore[arg-type]
