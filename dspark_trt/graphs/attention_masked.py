@@ -53,18 +53,17 @@ def _wide_attention(
 ) -> str:
     """In products of matrices, with scores in float32. Query heads that share a KV head are more queries of it."""
     query, keys, values = inputs
-    shape, capacity = spec.shape_of(layer), dims.cache.capacity
+    shape, capacity, is_cast = spec.shape_of(layer), dims.cache.capacity, dims.element_type != "float32"
+    if is_cast:
+        query, keys = (builder.op("Cast", each, to=ONNX_TYPES["float32"]) for each in (query, keys))
     folded = builder.op("Reshape", query, builder.vector(0, shape.num_kv_heads, -1, shape.head_dim))
     scores = builder.op("MatMul", folded, builder.op("Transpose", keys, perm=[0, 1, 3, 2]))  # [B, K, N / K * S, C]
-    if dims.element_type != "float32":
-        scores = builder.op("Cast", scores, to=ONNX_TYPES["float32"])
     scale = builder.constant(np.array(spec.score_scale_of(layer), np.float32))
     of_heads = builder.op("Reshape", builder.op("Mul", scores, scale), builder.vector(0, spec.num_heads, -1, capacity))
     seen = builder.op("Where", mask, of_heads, builder.constant(np.array(_UNSEEN, np.float32)))  # [B, N, S, C]
-    weights = builder.op(
-        "Reshape", builder.op("Softmax", seen, axis=-1), builder.vector(0, shape.num_kv_heads, -1, capacity)
-    )
-    if dims.element_type != "float32":
+    weights = builder.op("Softmax", seen, axis=-1)
+    if is_cast:
         weights = builder.op("Cast", weights, to=ONNX_TYPES[dims.element_type])
-    attended = builder.op("MatMul", weights, values)  # [B, K, N / K * S, H]
+    of_kv_heads = builder.op("Reshape", weights, builder.vector(0, shape.num_kv_heads, -1, capacity))
+    attended = builder.op("MatMul", of_kv_heads, values)  # [B, K, N / K * S, H]
     return builder.op("Reshape", attended, builder.vector(0, spec.num_heads, -1, shape.head_dim))
