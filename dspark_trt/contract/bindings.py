@@ -18,7 +18,7 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | {group}.tokens | int64 [B, S] | packed index of each padded query; padding points at any token |
 | | {group}.past_lengths | int64 [B] | valid positions of the row; 0 for a row without tokens |
 | | {group}.query_lengths | int64 [B] | tokens of the row, 0 for a row without tokens |
-| | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | range of the pool |
+| | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | range of the pool; K and H are the layer's |
 | ingest | taps | float [T, M*D] | |
 | | positions | int64 [T] | |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
