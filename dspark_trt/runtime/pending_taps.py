@@ -9,8 +9,7 @@ drafting resumes without loss.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace
@@ -25,13 +24,12 @@ Array = Any  # of the engine's library
 MAX_PENDING_POSITIONS = 128  # of a request; more are brought up although nothing is drafted
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """Consecutive positions of one request in the copy that a step made."""
 
     taps: Array  # [T, M*D] of the whole step
     first: int
-    count: int
+    num_positions: int
 
 
 class PendingTaps:
@@ -45,12 +43,16 @@ class PendingTaps:
         """Copy what a step committed, since the target's buffer is used again: (request, its first token, how many)."""
         if not committed:
             return
-        copy = take_rows(taps, np.concatenate([np.arange(first, first + count) for _, first, count in committed]))
-        at = 0
+        copy = take_rows(taps, [at for _, first, count in committed for at in range(first, first + count)])
+        begin = 0
         for state, _, count in committed:
-            self._chunks.setdefault(state, []).append(_Chunk(copy, at, count))
-            self._counts[state] = self._counts.get(state, 0) + count
-            at += count
+            chunk = _Chunk(copy, begin, count)
+            if state in self._chunks:
+                self._chunks[state].append(chunk)
+                self._counts[state] += count
+            else:
+                self._chunks[state], self._counts[state] = [chunk], count
+            begin += count
 
     def num_positions(self, state: RequestState) -> int:
         return self._counts.get(state, 0)
@@ -78,12 +80,12 @@ class PendingTaps:
             waiting = self._chunks.get(state, [])
             while waiting and room:
                 chunk = waiting.pop(0)
-                if chunk.count > room:
-                    waiting.insert(0, _Chunk(chunk.taps, chunk.first + room, chunk.count - room))
+                if chunk.num_positions > room:
+                    waiting.insert(0, _Chunk(chunk.taps, chunk.first + room, chunk.num_positions - room))
                     chunk = _Chunk(chunk.taps, chunk.first, room)
                 chunks.append(chunk)
-                count += chunk.count
-                room -= chunk.count
+                count += chunk.num_positions
+                room -= chunk.num_positions
             if not waiting:
                 self.drop([state])
             elif count:
@@ -109,6 +111,6 @@ def _joined(chunks: Sequence[_Chunk]) -> Array:
     for chunk in chunks:
         if chunk.taps is not first.taps or chunk.first != end:
             xp = array_namespace(first.taps)
-            return xp.concat([chunk.taps[chunk.first : chunk.first + chunk.count, :] for chunk in chunks])
-        end += chunk.count
+            return xp.concat([chunk.taps[chunk.first : chunk.first + chunk.num_positions, :] for chunk in chunks])
+        end += chunk.num_positions
     return first.taps[first.first : end, :]
