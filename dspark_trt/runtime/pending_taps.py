@@ -1,4 +1,4 @@
-"""Taps of committed positions that the drafter's context does not have yet.
+"""Taps and ids of committed positions that the drafter's context does not have yet.
 
 Shape letters: `T` tokens, `M`*`D` tap width. Source: DESIGN section 3, Caches.
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from array_api_compat import array_namespace
+from numpy.typing import NDArray
 
 from dspark_trt.contract.protocol import IngestBatch
 from dspark_trt.runtime.arrays import take_rows
@@ -32,6 +33,12 @@ class _Chunk:
     taps: Array  # [T, M*D] of the whole step
     first: int
     count: int
+    token_ids: NDArray[np.int64]  # [count + 1]: of its positions, and the one behind them
+
+    def split(self, count: int) -> tuple[_Chunk, _Chunk]:
+        """The first `count` positions, and the rest."""
+        rest = _Chunk(self.taps, self.first + count, self.count - count, self.token_ids[count:])
+        return _Chunk(self.taps, self.first, count, self.token_ids[: count + 1]), rest
 
 
 class PendingTaps:
@@ -41,14 +48,20 @@ class PendingTaps:
         self._chunks: dict[RequestState, list[_Chunk]] = {}
         self._counts: dict[RequestState, int] = {}  # positions of the chunks
 
-    def keep(self, committed: Sequence[tuple[RequestState, int, int]], taps: Array) -> None:
-        """Copy what a step committed, since the target's buffer is used again: (request, its first token, how many)."""
+    def keep(
+        self, committed: Sequence[tuple[RequestState, int, int]], taps: Array, token_ids: NDArray[np.int64]
+    ) -> None:
+        """Copy what a step committed, since the target's buffer is used again: (request, its first token, how many).
+
+        token_ids [T] of the step's packed call. The requests know already which token follows.
+        """
         if not committed:
             return
         copy = take_rows(taps, np.concatenate([np.arange(first, first + count) for _, first, count in committed]))
         at = 0
-        for state, _, count in committed:
-            self._chunks.setdefault(state, []).append(_Chunk(copy, at, count))
+        for state, first, count in committed:
+            ids = np.append(token_ids[first : first + count], state.next_id)
+            self._chunks.setdefault(state, []).append(_Chunk(copy, at, count, ids))
             self._counts[state] = self._counts.get(state, 0) + count
             at += count
 
@@ -79,8 +92,8 @@ class PendingTaps:
             while waiting and room:
                 chunk = waiting.pop(0)
                 if chunk.count > room:
-                    waiting.insert(0, _Chunk(chunk.taps, chunk.first + room, chunk.count - room))
-                    chunk = _Chunk(chunk.taps, chunk.first, room)
+                    chunk, rest = chunk.split(room)
+                    waiting.insert(0, rest)
                 chunks.append(chunk)
                 count += chunk.count
                 room -= chunk.count
@@ -99,6 +112,8 @@ class PendingTaps:
             rows=rows,
             past_lengths=context.committed[rows],
             query_lengths=np.array(counts, dtype=np.int64),
+            token_ids=np.concatenate([chunk.token_ids[:-1] for chunk in chunks]),
+            next_ids=np.concatenate([chunk.token_ids[1:] for chunk in chunks]),
         )
 
 
