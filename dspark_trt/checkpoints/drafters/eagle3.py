@@ -233,7 +233,7 @@ def _check(config: Eagle3Config, where: str) -> None:
     if ids != sorted(set(ids)):
         raise CheckpointError(
             f"{where}: the tap layers {ids} are not strictly increasing; the columns of fc follow their order, so they "
-            "must be written as trained, and a target of fewer than 6 layers has no default ones"
+            "must be written as trained, and a target of fewer than 7 layers has no default ones"
         )
 
 
