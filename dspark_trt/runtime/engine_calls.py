@@ -82,11 +82,12 @@ class EngineCalls:
         self.context_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self.record = StepRecord()  # of the step that is running
         self._pending = PendingTaps()
+        self._packed_ids = np.empty(0, dtype=np.int64)  # [T] of the step's verification
         vocab = None if drafter is None else drafter.draft_vocab
         self._draft_vocabulary = DraftVocabulary.of(vocab, target.vocab_size)
 
     def keep_taps(self, segments: Sequence[Segment], results: Sequence[Acceptance], output: TargetOutput) -> None:
-        """Copy the taps of what this step committed, for the requests that go on drafting."""
+        """Copy taps and ids of what this step committed, for the requests that go on drafting."""
         if self.drafter is None:
             return
         committed, done = [], []
@@ -96,7 +97,7 @@ class EngineCalls:
             else:
                 done.append(segment.state)
         self._pending.drop(done)
-        self._pending.keep(committed, output.taps)
+        self._pending.keep(committed, output.taps, self._packed_ids)
 
     def num_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions that the drafter's context lacks, of the requests in these rows."""
@@ -126,6 +127,7 @@ class EngineCalls:
     ) -> tuple[list[Segment], TargetOutput]:
         """One forward pass of the target. Its reservations stand until `commit`. verify_lens [R]."""
         batch, segments = pack(plan, verify_lens, block, self.target_cache)
+        self._packed_ids = batch.token_ids
         self._reserve(plan, verify_lens)
         self._record_batch(plan, int(verify_lens.sum()))
         with self._call("verify_ms", plan.states):
@@ -151,7 +153,8 @@ class EngineCalls:
             check_selection(select, drafts.verify_lens)
             block = self._block(batch, output.draft_logits, drafts.draft_ids, drafts.confidence_logits)
         self._record_draft(plan.drafting, block)
-        _, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
+        packed, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
+        self._packed_ids = packed.token_ids
         with self._call("verify_ms", plan.states):
             wait_for(output.target.logits)
         self._record_verification(plan)

@@ -76,6 +76,11 @@ class RequestState:
         return len(self.prompt_ids) - self.num_prefilled
 
     @property
+    def next_id(self) -> int:
+        """The token behind all that are committed: the prompt's, or the anchor."""
+        return self.anchor_id if self.num_unfilled == 0 else int(self.prompt_ids[self.num_prefilled])
+
+    @property
     def may_draft(self) -> bool:
         """Whether a later step may draft for this request; once false, it stays so and its taps are not needed."""
         num_drawn_without_drafts = 0 if self.num_generated else 1  # the first token comes from the prompt

@@ -84,7 +84,8 @@ def test_no_round_times_its_calls_in_the_order_of_the_one_before(clock: Clock) -
 
     sweep({key: call_of(key[3]) for key in keys}, lambda fraction: None)
     rounds = [tuple(order[at : at + 12]) for at in range(0, len(order), 12)]
-    assert rounds[0] == tuple(range(12)) and len(set(rounds)) == len(rounds) == 1 + NUM_SWEEPS
+    assert rounds[0] == tuple(range(12))
+    assert len(set(rounds)) == len(rounds) == 1 + NUM_SWEEPS
 
 
 def test_steps_known_to_be_long_are_timed_fewer_times(clock: Clock) -> None:
