@@ -33,14 +33,16 @@ class DecoderParts:
         positions: str,
         num_positions: int,
         experts: Experts | None = None,
+        is_read_again: bool = False,
     ) -> None:
-        """`positions` [T] of the packed tokens, all below `num_positions`. `experts`: where the spec has some."""
+        """`positions` [T] of the packed tokens, all below `num_positions`. `experts`: where the spec has some.
+        `is_read_again` as in `Linears`."""
         self._builder = builder
         self._spec = spec
         self._source = source
         self._numbers = numbers
         self._experts = experts
-        self._linear = Linears(builder, source, bits, numbers.model)
+        self._linear = Linears(builder, source, bits, numbers.model, is_read_again=is_read_again)
         self._projections: dict[tuple[int, str, str], str] = {}
         shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
         forms = dict.fromkeys((shape.rope, shape.head_dim) for shape in shapes)

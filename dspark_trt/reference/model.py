@@ -139,13 +139,14 @@ class ReferenceDecoder:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        is_visible: torch.Tensor,
+        is_visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[S, N, H] over [J, K, H] -> [S, N, H]; `is_visible` [S, J]."""
+        """[S, N, H] over [J, K, H] -> [S, N, H]; `is_visible` [S, J], everything by default."""
         group = self.spec.num_heads // keys.shape[1]
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         weights = torch.einsum("snh,jnh->nsj", queries, keys) * self.spec.score_scale_of(layer)
-        weights = weights.masked_fill(~is_visible, -torch.inf)
+        if is_visible is not None:
+            weights = weights.masked_fill(~is_visible, -torch.inf)
         return torch.einsum("nsj,jnh->snh", weights.softmax(dim=-1), values)
 
     def _rotated_heads(

@@ -15,7 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, refuse_unsupported
 from dspark_trt.checkpoints.families import FULL
-from dspark_trt.checkpoints.spec import BlockAttention, DecoderSpec, DrafterSpec, MarkovHeadType
+from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec, MarkovHeadType
 from dspark_trt.errors import CheckpointError
 
 _MAX_BLOCK = 1024  # beyond any drafter
@@ -47,7 +47,7 @@ class Description:
     """One configuration. `spec` says what only tensors tell as the configuration does, or as if it were not there."""
 
     dialect: str
-    spec: DrafterSpec
+    spec: BlockDrafterSpec
     config: DrafterConfig
     is_confidence_told_by_tensors: bool = False  # where the key is absent
     rename: Callable[[str], str] = str  # of stored tensors to canonical names
@@ -100,7 +100,7 @@ def describe(
                 "engines disagree about what a slot sees then; expected a window of a block or more"
             )
     _refuse_windows(config, where)
-    spec = DrafterSpec(
+    spec = BlockDrafterSpec(
         decoder=decoder or decoder_spec(config, "qwen3", where),
         gamma=gamma,
         mask_token_id=config.mask_token_id,
