@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 Family = Literal[  # of targets: `model_type`
-    "llama", "qwen2", "qwen3", "mistral", "ministral", "qwen2_moe", "qwen3_moe", "mixtral"
+    "llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "qwen2_moe", "qwen3_moe", "mixtral"
 ]
 
 

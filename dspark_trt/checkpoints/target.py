@@ -23,6 +23,7 @@ from dspark_trt.checkpoints.dequantising.formats import CONFIG_KEYS, dequantised
 from dspark_trt.checkpoints.derived import DerivedStore
 from dspark_trt.checkpoints.experts import COUNT_KEYS, experts_spec, with_expert_stacks
 from dspark_trt.checkpoints.families import FAMILIES, layer_windows
+from dspark_trt.checkpoints.fused import with_parts
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_token_ids, is_equal, target_shapes
 from dspark_trt.checkpoints.locate import locate
@@ -114,6 +115,8 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
     weights = DerivedStore(weights, left_out=frequencies) if frequencies else weights
     if spec.is_head_tied:
         weights = _without_tied_head(weights, str(folder / "config.json"))
+    if FAMILIES[spec.family].has_fused_projections:
+        weights = with_parts(weights, spec.decoder, str(folder))
     if spec.decoder.experts is not None:
         weights = with_expert_stacks(weights, spec.decoder.experts, spec.decoder.hidden_size, str(folder))
     expected = target_shapes(spec)

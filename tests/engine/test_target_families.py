@@ -45,6 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "sliding_window": None},
     "mistral with a window": {"family": "mistral", "sliding_window": 7},
     "mistral with a window of one token": {"family": "mistral", "sliding_window": 1},
+    "phi3": {"family": "phi3"},
+    "phi3 with a window": {"family": "phi3", "sliding_window": 6, "num_key_value_heads": 1},
     "qwen3 moe": {"family": "qwen3_moe", **EXPERTS, "norm_topk_prob": True},
     "qwen3 moe in stacks, not normalised": {"family": "qwen3_moe", **EXPERTS, "in_stacks": True},
     "qwen3 moe with an MLP in some layers": {"family": "qwen3_moe", **EXPERTS, "mlp_only_layers": [1]},
