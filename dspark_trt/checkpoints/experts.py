@@ -57,7 +57,7 @@ def experts_spec(values: Mapping[str, Any], family: Family, num_layers: int, whe
         raise CheckpointError(f"{where}: {found}: expected one number of experts; {_HINT}")
     (count,) = counts
     is_mixtral = family == "mixtral"
-    step, without = (1, []) if is_mixtral else (config.decoder_sparse_step, config.mlp_only_layers)
+    step, without = (1, set()) if is_mixtral else (config.decoder_sparse_step, set(config.mlp_only_layers))
     layers = tuple(index for index in range(num_layers) if (index + 1) % step == 0 and index not in without)
     if not count or not layers:
         return None

@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "mistral": {"family": "mistral", "sliding_window": None},
     "mistral with a window": {"family": "mistral", "sliding_window": 7},
+    "mistral with a window beyond any row": {"family": "mistral", "sliding_window": 1 << 40},
     "mistral with a window of one token": {"family": "mistral", "sliding_window": 1},
     "phi3": {"family": "phi3"},
     "phi3 with a window": {"family": "phi3", "sliding_window": 6, "num_key_value_heads": 1},

@@ -91,20 +91,18 @@ def _groups(values: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
 
 def _block(values: Mapping[str, Any], where: str) -> Block:
     """Of the weights that have a scale for each block."""
-    stated = {
-        tuple(weights["block_structure"])
-        for group in _groups(values, where)
-        if isinstance(weights := group.get("weights"), Mapping) and isinstance(weights.get("block_structure"), list)
-    }
+    of_groups = [weights for group in _groups(values, where) if isinstance(weights := group.get("weights"), Mapping)]
+    stated = [weights["block_structure"] for weights in of_groups if weights.get("block_structure") is not None]
     if not stated:
         return None
-    block = stated.pop()
-    if stated or len(block) != 2 or any(type(each) is not int or each < 1 for each in block):
+    first = stated[0]
+    is_pair = isinstance(first, list) and len(first) == 2 and all(type(each) is int and each > 0 for each in first)
+    if not is_pair or any(each != first for each in stated):
         raise CheckpointError(
-            f"{where}: quantization_config: block_structure: expected one pair of numbers, found {abridged(block)}; "
+            f"{where}: quantization_config: block_structure: expected one pair of numbers, found {abridged(stated)}; "
             f"{_USE}"
         )
-    return block
+    return first[0], first[1]
 
 
 def _whole(weights: SafetensorsStore, module: str, block: Block, where: str) -> dict[str, Derived]:

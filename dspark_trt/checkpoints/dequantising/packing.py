@@ -86,8 +86,8 @@ def spread(
             return scale.reshape(-1, 1)
         case "block":
             assert block is not None
-            rows = np.repeat(scale, block[0], axis=0)[: shape[0]]
-            return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
+            rows, columns = (np.arange(extent) // step for extent, step in zip(shape, block, strict=True))
+            return scale[rows][:, columns]
     if groups is not None:
         return scale[:, groups]
     return np.repeat(scale, shape[1] // scale.shape[1], axis=1)

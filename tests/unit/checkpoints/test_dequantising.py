@@ -120,6 +120,14 @@ def test_logits_are_those_of_the_dequantised_model_in_transformers(case: str, so
         rows.commit(step, rows.random_acceptance(step))
 
 
+def test_a_block_larger_than_any_matrix_takes_no_memory(source: Path, tmp_path: Path) -> None:
+    config = BLOCKS | {"weight_block_size": [1 << 40, 128]}
+    writer = forms.fp8(block=(1 << 40, 128), scale="weight_scale_inv")
+    plain = read_target(str(forms.write_quantised(tmp_path / "target", source, config, writer))).weights
+    found, name = read_target(str(tmp_path / "target")).weights, "layers.1.mlp.down_proj.weight"
+    np.testing.assert_array_equal(found.array(name), plain.array(name))
+
+
 def test_experts_are_dequantised_one_by_one(tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_experts": 3, "moe_intermediate_size": 24}
     source = write_by_transformers(tmp_path / "source", "qwen3_moe", num_experts_per_tok=2, **sizes)
@@ -143,6 +151,8 @@ def test_experts_are_dequantised_one_by_one(tmp_path: Path) -> None:
         (compressed("int-quantized") | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
         (compressed("int-quantized") | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config rotates"),
         (compressed("int-quantized") | {"quantization_status": "frozen"}, "quantization_status is 'frozen'"),
+        (compressed("float-quantized", block_structure=[[1], [2]]), "block_structure: expected one pair of numbers"),
+        (compressed("float-quantized", block_structure=[128]), "block_structure: expected one pair of numbers"),
         (GPTQ | {"bits": 3}, "GPTQ weights of 3 bits are not supported"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' are not supported"),
         (GPTQ | {"dynamic": {"+:.*down.*": {"bits": 8}}}, "dynamic gives some modules other bits"),
