@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from dspark_trt.checkpoints.families import FAMILIES
+from dspark_trt.checkpoints.families import FAMILIES, FULL
 from dspark_trt.checkpoints.layout import check_sizes
 from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import RopeParameters, WholeNumber, reach, rope_spec
@@ -197,12 +197,14 @@ def architectures_of(values: dict[str, Any]) -> list[str]:
     return [abridged(each).strip("'") for each in (found if isinstance(found, list) else [found])]
 
 
-def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSpec:
-    """Without the windows of its layers.
+def decoder_spec(config: DecoderConfig, family: Family, where: str, *, are_windows_read: bool = False) -> DecoderSpec:
+    """Without the windows of its layers, which are refused unless somebody else reads them.
 
-    Raises CheckpointError for rope variants and head counts that do not divide.
+    Raises CheckpointError for sliding windows in use, rope variants and head counts that do not divide.
     """
     facts = FAMILIES[family]
+    if not are_windows_read:
+        _refuse_windows(config, where)
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     if config.num_attention_heads % num_kv_heads:
         raise CheckpointError(
@@ -271,6 +273,19 @@ def _rope(config: DecoderConfig, max_positions: int, default_theta: float, where
     if len(set(specs)) > 1:
         raise CheckpointError(f"{where}: rope_scaling and rope_parameters contradict each other; remove the wrong one")
     return specs[0]
+
+
+def _refuse_windows(config: DecoderConfig, where: str) -> None:
+    first = config.max_window_layers
+    is_used = config.use_sliding_window and config.sliding_window and first < config.num_hidden_layers
+    layer_types = set(config.layer_types or ()) - {FULL}
+    if is_used or layer_types:
+        window = f"use_sliding_window, window {config.sliding_window}"
+        found = f"layer_types has {sorted(layer_types)}" if layer_types else window
+        raise CheckpointError(
+            f"{where}: {found}: a sliding window is not implemented in this form of drafter (expected full attention "
+            "in every layer); ignoring it would change the drafts, so use a checkpoint without it"
+        )
 
 
 def _short(value: Any) -> str:

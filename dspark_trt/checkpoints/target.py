@@ -68,7 +68,7 @@ def _spec(folder: Path) -> TargetSpec:
     plain = {key: value for key, value in values.items() if key not in read}
     refuse_unsupported(plain, where, is_causal=True)
     config = parse(DecoderConfig, values, where)
-    decoder = decoder_spec(config, family, where)
+    decoder = decoder_spec(config, family, where, are_windows_read=True)
     decoder = replace(
         decoder,
         layer_windows=layer_windows(values, family, decoder.num_layers, where),

@@ -31,14 +31,18 @@ class DecoderParts:
         positions: str,
         num_positions: int,
         experts: Experts | None = None,
+        is_read_again: bool = False,
     ) -> None:
-        """`positions` [T] of the packed tokens, all below `num_positions`. `experts`: where the spec has some."""
+        """`positions` [T] of the packed tokens, all below `num_positions`; `is_read_again` as in `Linears`.
+
+        `experts`: where the spec has some.
+        """
         self._builder = builder
         self._spec = spec
         self._source = source
         self._numbers = numbers
         self._experts = experts
-        self._linear = Linears(builder, source, bits, numbers.model)
+        self._linear = Linears(builder, source, bits, numbers.model, is_read_again=is_read_again)
         self._rotary = Rotary(builder, spec, numbers, positions, num_positions)
 
     def layer(self, layer: int, x: str, attention: AttentionEmitter) -> str:
