@@ -6,28 +6,26 @@ mathematics, so it is refused by name. Source: the GGUF key registry of the `ggu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 
 from dspark_trt.checkpoints.config import known_token
 from dspark_trt.checkpoints.experts import MAX_EXPERTS, with_expert_stacks
 from dspark_trt.checkpoints.families import FAMILIES
 from dspark_trt.checkpoints.gguf_header import check_header
+from dspark_trt.checkpoints.gguf_rope import Getter, gguf_rope, with_rope_factors
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
 from dspark_trt.checkpoints.gguf_tokenizer import gguf_end_tokens, gguf_text
 from dspark_trt.checkpoints.layout import HEAD, check_sizes, check_tensors, check_token_ids, target_shapes
 from dspark_trt.checkpoints.opening import check_file
-from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies, reach, yarn_mscale
+from dspark_trt.checkpoints.rope import reach
 from dspark_trt.checkpoints.spec import (
     DecoderSpec,
     ExpertsSpec,
     Family,
-    RopeSpec,
     TargetCheckpoint,
     TargetSpec,
     WeightStore,
@@ -69,8 +67,6 @@ _NEUTRAL_VALUES = {
     "expert_weights_scale": 1.0,
     "expert_shared_count": 0,
 }
-_LLAMA3_ORIGINAL_CONTEXT = 8192  # of every published llama3-scaled model; verified against the stored frequencies
-_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
 
 
 def open_gguf(path: Path) -> Any:
@@ -115,7 +111,7 @@ def read_gguf_target(path: Path) -> TargetCheckpoint:
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: metadata of a wrong type ({error}); convert the model again") from None
     if rope_factors is not None:
-        decoder = _with_rope_factors(decoder, gguf.dequantize(rope_factors.data, rope_factors.tensor_type), get, path)
+        decoder = with_rope_factors(decoder, gguf.dequantize(rope_factors.data, rope_factors.tensor_type), get, path)
     text = _text(reader, path)
     spec = TargetSpec(
         family=family,
@@ -140,9 +136,6 @@ def _text(reader: Any, path: Path) -> TargetText | None:
         return gguf_text(reader, path)
     except CheckpointError:
         return None
-
-
-Getter = Callable[[str], Any]
 
 
 def _hyperparameters(reader: Any, family: str, path: Path) -> Getter:
@@ -188,7 +181,7 @@ def _decoder(get: Getter, family: Family, tensors: dict[str, Any], path: Path) -
     embedding = tensors.get("embed_tokens.weight")
     vocab_size = get("vocab_size") or (0 if embedding is None else int(embedding.shape[1]))
     context = require("context_length")
-    rope = _rope(get, context, path)
+    rope = gguf_rope(get, context, path)
     decoder = DecoderSpec(
         num_layers=require("block_count"),
         hidden_size=hidden_size,
@@ -219,62 +212,6 @@ def _experts(require: Getter, decoder: DecoderSpec, path: Path) -> ExpertsSpec:
             f"and {inner}; convert the model again"
         )
     return ExpertsSpec(tuple(range(decoder.num_layers)), count, used, inner, is_normalised=True)
-
-
-def _rope(get: Getter, context: int, path: Path) -> RopeSpec:
-    theta = float(get("rope.freq_base") or 10000.0)
-    factor = get("rope.scaling.factor") or get("rope.scale_linear")
-    match get("rope.scaling.type") or ("linear" if get("rope.scale_linear") else "none"):
-        case "none":
-            return RopeSpec(theta)
-        case "linear" if factor:
-            return RopeSpec(theta, "linear", factor=float(factor))
-        case "yarn" if factor:
-            return RopeSpec(
-                theta,
-                "yarn",
-                factor=float(factor),
-                original_max_position_embeddings=get("rope.scaling.original_context_length") or context,
-                beta_fast=float(get("rope.scaling.yarn_beta_fast") or 32),
-                beta_slow=float(get("rope.scaling.yarn_beta_slow") or 1),
-                # llama.cpp multiplies the factor that yarn defines, Hugging Face's attention_factor replaces it
-                attention_factor=float(get("rope.scaling.attn_factor") or 1.0) * yarn_mscale(float(factor)),
-            )
-        case rope_type:
-            raise CheckpointError(
-                f"{path}: rope scaling {rope_type!r} with factor {factor} is not implemented; expected none, linear "
-                "or yarn with a factor"
-            )
-
-
-def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Path) -> DecoderSpec:
-    """The file holds one divisor per frequency instead of the llama3 parameters:
-    find these, and prove that they fit."""
-    if np.all(factors == 1):
-        return decoder
-    factor = float(np.max(factors))
-    original = get("rope.scaling.original_context_length") or _LLAMA3_ORIGINAL_CONTEXT
-    rope = RopeSpec(
-        decoder.rope.theta,
-        "llama3",
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=_LLAMA3_LOW,
-        high_freq_factor=_LLAMA3_HIGH,
-    )
-    plain = plain_frequencies(rope.theta, decoder.head_dim)
-    expected = plain / llama3_frequencies(rope, plain)
-    if (
-        decoder.rope.rope_type != "default"
-        or factors.shape != expected.shape
-        or not np.allclose(factors, expected, 1e-4)
-    ):
-        raise CheckpointError(
-            f"{path}: the frequencies of {ROPE_FREQUENCIES} are not those of llama3 scaling with factor {factor}, "
-            f"original context {original}, low {_LLAMA3_LOW} and high {_LLAMA3_HIGH}; use the model's Hugging Face "
-            "checkpoint"
-        )
-    return replace(decoder, rope=rope)
 
 
 def _permuted_heads(spec: TargetSpec, tensors: dict[str, Any]) -> dict[str, int]:
