@@ -1,8 +1,6 @@
 """config.json and generation_config.json: what is read, and what is refused because it would change the mathematics.
 
-These are other people's files: unknown keys are allowed. The keys of `_NEUTRAL_VALUES` stand for features that are not
-implemented; any other value than the listed ones is refused by name, since ignoring it would give wrong output
-silently.
+These are other people's files: unknown keys are allowed, but those of `neutral` that are not neutral are refused.
 """
 
 from __future__ import annotations
@@ -14,8 +12,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from dspark_trt.checkpoints.families import FAMILIES
+from dspark_trt.checkpoints.families import FAMILIES, FULL
 from dspark_trt.checkpoints.layout import check_sizes
+from dspark_trt.checkpoints.neutral import NEUTRAL_VALUES
 from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import RopeParameters, WholeNumber, reach, rope_spec
 from dspark_trt.checkpoints.spec import DecoderSpec, Family, GenerationDefaults, RopeSpec
@@ -28,54 +27,6 @@ Model = TypeVar("Model", bound=BaseModel)
 _RMS_NORM_EPS = 1e-6  # what the format says when the key is not written
 
 _MAX_FILE_BYTES = 1 << 27  # of a JSON file: the largest tokenizers have some 30 MB
-
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    # rotary variants
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
-    "rope_interleaved": (False,),
-    "rope_interleave": (False,),
-    "rope_is_neox_style": (True,),
-    "is_neox_style": (True,),
-    "no_rope_layers": (),
-    "use_mrope": (False,),
-    # attention variants
-    "use_swa": (False,),
-    "swa_window_size": (),
-    "sliding_window_non_causal": (False,),
-    "attention_sink_bias": (False,),
-    "attention_sinks": (False,),
-    "attention_k_eq_v": (False,),
-    "attention_multiplier": (),
-    "query_pre_attn_scalar": (),
-    "attn_logit_softcapping": (),
-    "attn_temperature_tuning": (False,),
-    "kv_lora_rank": (),
-    "clip_qkv": (),
-    "add_cross_attention": (False,),
-    # scales of embedding, residual stream and logits
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "scale_emb": (1,),
-    "scale_depth": (),
-    "final_logit_softcapping": (),
-    # mixture of experts
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    "n_shared_experts": (0,),
-    "n_group": (1,),
-    "topk_group": (1,),
-    "routed_scaling_factor": (1,),
-    "scoring_func": ("softmax",),
-    "topk_method": ("greedy",),
-    # weights that are not plain numbers
-    "quantization_config": (),
-    "compression_config": (),
-}
 
 
 class DecoderConfig(BaseModel):
@@ -180,7 +131,7 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
 
     `is_causal` is what the attention of this kind of model is here: true for targets, false inside a draft block.
     """
-    neutral = {**_NEUTRAL_VALUES, "is_causal": (is_causal,)}
+    neutral = {**NEUTRAL_VALUES, "is_causal": (is_causal,)}
     for key, value in values.items():
         if key in neutral and value is not None and value not in neutral[key]:
             accepted = ", ".join(map(repr, neutral[key]))
@@ -197,12 +148,14 @@ def architectures_of(values: dict[str, Any]) -> list[str]:
     return [abridged(each).strip("'") for each in (found if isinstance(found, list) else [found])]
 
 
-def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSpec:
-    """Without the windows of its layers.
+def decoder_spec(config: DecoderConfig, family: Family, where: str, *, are_windows_read: bool = False) -> DecoderSpec:
+    """Without the windows of its layers, which are refused unless somebody else reads them.
 
-    Raises CheckpointError for rope variants and head counts that do not divide.
+    Raises CheckpointError for sliding windows in use, rope variants and head counts that do not divide.
     """
     facts = FAMILIES[family]
+    if not are_windows_read:
+        _refuse_windows(config, where)
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     if config.num_attention_heads % num_kv_heads:
         raise CheckpointError(
@@ -271,6 +224,19 @@ def _rope(config: DecoderConfig, max_positions: int, default_theta: float, where
     if len(set(specs)) > 1:
         raise CheckpointError(f"{where}: rope_scaling and rope_parameters contradict each other; remove the wrong one")
     return specs[0]
+
+
+def _refuse_windows(config: DecoderConfig, where: str) -> None:
+    first = config.max_window_layers
+    is_used = config.use_sliding_window and config.sliding_window and first < config.num_hidden_layers
+    layer_types = set(config.layer_types or ()) - {FULL}
+    if is_used or layer_types:
+        window = f"use_sliding_window, window {config.sliding_window}"
+        found = f"layer_types has {sorted(layer_types)}" if layer_types else window
+        raise CheckpointError(
+            f"{where}: {found}: a sliding window is not implemented in this form of drafter (expected full attention "
+            "in every layer); ignoring it would change the drafts, so use a checkpoint without it"
+        )
 
 
 def _short(value: Any) -> str:

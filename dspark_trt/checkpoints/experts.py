@@ -2,8 +2,8 @@
 
 Published checkpoints have three matrices for each expert (Mixtral calls them w1, w3 and w2, and the layer's block
 `block_sparse_moe`). transformers 5 holds two stacks, `gate_up_proj` [E, 2I, D] with all rows of gate before those of
-up, and `down_proj` [E, D, I], and can save them so. The canonical stack has the rows of gate and up in turn, as ONNX
-Runtime's operator wants them.
+up, and `down_proj` [E, D, I], and can save them so. GGUF files have three stacks. The canonical stack has the rows of
+gate and up in turn, as ONNX Runtime's operator wants them.
 
 Source: configuration and modelling code of Qwen2-MoE, Qwen3-MoE and Mixtral in transformers.
 """
@@ -24,7 +24,7 @@ from dspark_trt.checkpoints.layout import EXPERTS_DOWN, EXPERTS_UP
 from dspark_trt.checkpoints.spec import ExpertsSpec, Family, TensorInfo, WeightStore
 from dspark_trt.errors import CheckpointError
 
-_MAX_EXPERTS = 4096  # of a layer, beyond any model
+MAX_EXPERTS = 4096  # of a layer, beyond any model
 COUNT_KEYS = ("num_experts", "num_local_experts")  # two names for the same: transformers reads both
 _BLOCK = "mlp"
 _MIXTRAL_BLOCK = "block_sparse_moe"
@@ -37,8 +37,8 @@ class ExpertsConfig(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
-    num_experts: NonNegativeInt | None = Field(default=None, le=_MAX_EXPERTS)
-    num_local_experts: NonNegativeInt | None = Field(default=None, le=_MAX_EXPERTS)
+    num_experts: NonNegativeInt | None = Field(default=None, le=MAX_EXPERTS)
+    num_local_experts: NonNegativeInt | None = Field(default=None, le=MAX_EXPERTS)
     num_experts_per_tok: PositiveInt
     intermediate_size: PositiveInt
     moe_intermediate_size: PositiveInt | None = None
@@ -57,7 +57,7 @@ def experts_spec(values: Mapping[str, Any], family: Family, num_layers: int, whe
         raise CheckpointError(f"{where}: {found}: expected one number of experts; {_HINT}")
     (count,) = counts
     is_mixtral = family == "mixtral"
-    step, without = (1, []) if is_mixtral else (config.decoder_sparse_step, config.mlp_only_layers)
+    step, without = (1, set()) if is_mixtral else (config.decoder_sparse_step, set(config.mlp_only_layers))
     layers = tuple(index for index in range(num_layers) if (index + 1) % step == 0 and index not in without)
     if not count or not layers:
         return None
@@ -95,6 +95,14 @@ def with_expert_stacks(weights: WeightStore, experts: ExpertsSpec, hidden_size: 
             if fused_down in names:
                 info = weights.info(fused_down)
                 derived[at + EXPERTS_DOWN] = Derived(info, (fused_down,), partial(weights.array, fused_down))
+            continue
+        gate_stack, up_stack = f"{at}{_BLOCK}.experts.gate.weight", f"{at}{_BLOCK}.experts.up.weight"
+        if gate_stack in names:  # of GGUF, whose third is the canonical one
+            shape = (experts.num_experts, experts.intermediate_size, hidden_size)
+            info = _checked(weights, (gate_stack, up_stack), shape, where)
+            stack = TensorInfo(info.dtype, (shape[0], 2 * shape[1], shape[2]))
+            make = partial(_of_stacks, weights, gate_stack, up_stack)
+            derived[at + EXPERTS_UP] = Derived(stack, (gate_stack, up_stack), make)
             continue
         gates, ups, downs = (_of_experts(names, at, which, experts.num_experts) for which in ("gate", "up", "down"))
         info = _checked(weights, gates + ups, (experts.intermediate_size, hidden_size), where)
@@ -140,6 +148,10 @@ def _in_turn(weights: WeightStore, name: str) -> NDArray[np.generic]:
     stack = weights.array(name)
     inner = stack.shape[1] // 2
     return _alternating(list(stack[:, :inner]), list(stack[:, inner:]))
+
+
+def _of_stacks(weights: WeightStore, gates: str, ups: str) -> NDArray[np.generic]:
+    return _alternating(list(weights.array(gates)), list(weights.array(ups)))
 
 
 def _alternating(gates: list[NDArray[np.generic]], ups: list[NDArray[np.generic]]) -> NDArray[np.generic]:

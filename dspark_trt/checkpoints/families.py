@@ -41,6 +41,7 @@ class FamilyFacts:
     has_mlp_bias: bool | None = None  # None: as mlp_bias says
     theta: float = DEFAULT_THETA  # where rope_theta is absent
     has_experts: bool = False
+    has_fused_projections: bool = False  # q, k and v in one matrix, gate and up in another
 
 
 _NO_BIAS: Mapping[str, Any] = {"has_qkv_bias": False, "has_mlp_bias": False}
@@ -54,6 +55,7 @@ FAMILIES: Mapping[Family, FamilyFacts] = {
     ),
     "mistral": FamilyFacts("MistralForCausalLM", 131072, "uniform", **_NO_BIAS),
     "ministral": FamilyFacts("MinistralForCausalLM", 131072, "all", **_NO_BIAS),
+    "phi3": FamilyFacts("Phi3ForCausalLM", 4096, "uniform", None, has_fused_projections=True, **_NO_BIAS),
     "qwen2_moe": FamilyFacts(
         "Qwen2MoeForCausalLM",
         32768,

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
 Family = Literal[  # of targets: `model_type`
-    "llama", "qwen2", "qwen3", "mistral", "ministral", "qwen2_moe", "qwen3_moe", "mixtral", "gemma4"
+    "llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma4"
 ]
 # token: the one at the position; next: the one behind it, which is known too once the position is committed
 IngestedIds = Literal["none", "token", "next"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +20,11 @@ from dspark_trt.checkpoints.config import (
     read_json,
     refuse_unsupported,
 )
+from dspark_trt.checkpoints.dequantising.formats import CONFIG_KEYS, dequantised, weight_format
 from dspark_trt.checkpoints.derived import DerivedStore
 from dspark_trt.checkpoints.experts import COUNT_KEYS, experts_spec, with_expert_stacks
 from dspark_trt.checkpoints.families import FAMILIES, layer_windows
+from dspark_trt.checkpoints.fused import with_parts
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_token_ids, is_equal, target_shapes
 from dspark_trt.checkpoints.locate import locate
@@ -62,7 +65,6 @@ def _spec(folder: Path) -> TargetSpec:
     where = str(folder / "config.json")
     values = read_json(folder / "config.json")
     family = _family(values, where)
-    refuse_quantised(values, (), where)
     config, decoder = _decoder(values, family, where)
     generation = read_generation_config(folder)
     text = _text(folder)
@@ -89,12 +91,15 @@ def _spec(folder: Path) -> TargetSpec:
 
 def _decoder(values: dict[str, Any], family: Family, where: str) -> tuple[DecoderConfig, DecoderSpec]:
     if family == "gemma4":
+        refuse_quantised(values, (), where)  # nothing shows that the names of such files are read right
         return gemma4.read_decoder(gemma4.text_values(values, where), where)
+    weight_format(values, where)
     has_experts = FAMILIES[family].has_experts
-    plain = {key: value for key, value in values.items() if not (has_experts and key in COUNT_KEYS)}
+    read = (*CONFIG_KEYS, *(COUNT_KEYS if has_experts else ()))
+    plain = {key: value for key, value in values.items() if key not in read}
     refuse_unsupported(plain, where, is_causal=True)
     config = parse(DecoderConfig, values, where)
-    decoder = decoder_spec(config, family, where)
+    decoder = decoder_spec(config, family, where, are_windows_read=True)
     windows = layer_windows(values, family, decoder.num_layers, where)
     experts = experts_spec(values, family, decoder.num_layers, where) if has_experts else None
     return config, replace(decoder, layer_windows=windows, experts=experts)
@@ -111,18 +116,24 @@ def _text(folder: Path) -> TargetText | None:
 def _read_folder(folder: Path) -> TargetCheckpoint:
     spec = _spec(folder)
     rename = gemma4.stored_name if spec.family == "gemma4" else lambda name: name.removeprefix("model.")
-    weights: WeightStore = open_safetensors(folder, rename)
+    stored = open_safetensors(folder, rename)
     if spec.family == "gemma4":
-        weights = DerivedStore(weights, left_out=filter(gemma4.is_of_other_part, weights.names()))
-    refuse_quantised({}, weights.names(), str(folder))
+        stored = stored.without(filter(gemma4.is_of_other_part, stored.names()))
+    form = weight_format(read_json(folder / "config.json"), str(folder / "config.json"))
+    weights = dequantised(stored, form, str(folder))
     # Old Llama exports store the rotary frequencies, which follow from the configuration.
     frequencies = [name for name in weights.names() if name.endswith("rotary_emb.inv_freq")]
     weights = DerivedStore(weights, left_out=frequencies) if frequencies else weights
     if spec.is_head_tied:
         weights = _without_tied_head(weights, str(folder / "config.json"))
+    if FAMILIES[spec.family].has_fused_projections:
+        weights = with_parts(weights, spec.decoder, str(folder))
     if spec.decoder.experts is not None:
         weights = with_expert_stacks(weights, spec.decoder.experts, spec.decoder.hidden_size, str(folder))
-    check_tensors(weights, target_shapes(spec), str(folder))
+    expected = target_shapes(spec)
+    if form is not None:
+        weights = _without_empty_biases(weights, expected)
+    check_tensors(weights, expected, str(folder))
     return TargetCheckpoint(spec, weights)
 
 
@@ -154,6 +165,12 @@ def _family(values: dict[str, Any], where: str) -> Family:
             f"{where}: architectures {abridged(architectures)} is not supported, expected [{expected!r}]{hint}"
         )
     return "gemma4" if family in gemma4.ARCHITECTURES else cast(Family, family)
+
+
+def _without_empty_biases(weights: WeightStore, expected: Mapping[str, Any]) -> WeightStore:
+    """Old GPTQ exports have a bias of zeros for every Linear layer."""
+    extra = [name for name in weights.names() if name.endswith(".bias") and name not in expected]
+    return DerivedStore(weights, left_out=[name for name in extra if not weights.array(name).any()])
 
 
 def _without_tied_head(weights: WeightStore, where: str) -> WeightStore:

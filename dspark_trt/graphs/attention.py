@@ -72,7 +72,7 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     A row verifies `gamma` drafts at most."""
     match dims.attention:
         case "gqa":
-            return GqaAttention(builder, spec)
+            return GqaAttention(builder, spec, dims)
         case "standard":
             return StandardCausalAttention(builder, spec, dims, gamma=gamma)
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")

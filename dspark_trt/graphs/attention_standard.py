@@ -30,6 +30,7 @@ from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.graphs.attention_masked import Attend, masked_attention
 from dspark_trt.graphs.attention_slot import slot_cache
 from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.limits import window_in_rows
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
 
@@ -43,7 +44,7 @@ class StandardCausalAttention:
         self._builder = builder
         self._spec = spec
         self._groups: list[tuple[_Rows, dict[int | None, Attend]]] = []
-        self._windows = [_shorter(spec.window_of(layer), dims) for layer in range(spec.num_layers)]
+        self._windows = [window_in_rows(spec, layer, dims.limits) for layer in range(spec.num_layers)]
         for group in bindings.TARGET_GROUPS:
             tokens = bindings.group_tokens(group)
             past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
@@ -254,11 +255,6 @@ def _live_attention(
         return attended
 
     return attend
-
-
-def _shorter(window: int | None, dims: TargetDims) -> int | None:
-    """None for a window that no row outgrows: the layer sees everything, and the kernels that need it do for it."""
-    return None if window is None or window >= dims.limits.max_seq_len else window
 
 
 def _scalar(builder: GraphBuilder, vector: str) -> str:

@@ -35,8 +35,10 @@ class DecoderParts:
         experts: Experts | None = None,
         is_read_again: bool = False,
     ) -> None:
-        """`positions` [T] of the packed tokens, all below `num_positions`. `experts`: where the spec has some.
-        `is_read_again` as in `Linears`."""
+        """`positions` [T] of the packed tokens, all below `num_positions`; `is_read_again` as in `Linears`.
+
+        `experts`: where the spec has some.
+        """
         self._builder = builder
         self._spec = spec
         self._source = source

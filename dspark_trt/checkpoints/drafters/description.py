@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, refuse_unsupported
-from dspark_trt.checkpoints.families import FULL
 from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec, MarkovHeadType
 from dspark_trt.errors import CheckpointError
 
@@ -99,7 +98,6 @@ def describe(
                 f"{where}: sliding_window = {each.window} is less than block_size = {config.block_size}: trainers and "
                 "engines disagree about what a slot sees then; expected a window of a block or more"
             )
-    _refuse_windows(config, where)
     spec = BlockDrafterSpec(
         decoder=decoder or decoder_spec(config, "qwen3", where),
         gamma=gamma,
@@ -119,23 +117,6 @@ def describe(
         draft_vocab_size=None if config.draft_vocab_size == config.vocab_size else config.draft_vocab_size,
     )
     return Description(dialect, spec, config, **more)
-
-
-def _refuse_windows(config: DrafterConfig, where: str) -> None:
-    """Those that no dialect's `read_windows` took, so that they would be left out."""
-    first_windowed = config.max_window_layers
-    is_used = config.use_sliding_window and config.sliding_window and first_windowed < config.num_hidden_layers
-    layer_types = set(config.layer_types or ()) - {FULL}
-    if is_used or layer_types:
-        found = (
-            f"layer_types has {sorted(layer_types)}"
-            if layer_types
-            else f"use_sliding_window, window {config.sliding_window}"
-        )
-        raise CheckpointError(
-            f"{where}: {found}: a sliding window is not implemented in this form of drafter (expected full attention "
-            "in every layer); ignoring it would change the drafts, so use a checkpoint without it"
-        )
 
 
 def flattened(values: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:

@@ -179,7 +179,7 @@ def test_contradicting_rope_keys_are_refused(tmp_path: Path) -> None:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"is_causal": False}, "is_causal = False"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"model_type": "phi3"}, "model_type 'phi3' is not a supported target family"),
+        ({"model_type": "gpt_oss"}, "model_type 'gpt_oss' is not a supported target family"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["Qwen3DSparkModel"]}, "give it as --drafter"),
         ({"vocab_size": None}, "vocab_size is missing"),
