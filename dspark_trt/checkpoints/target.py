@@ -114,18 +114,22 @@ def _text(folder: Path) -> TargetText | None:
 
 
 def _read_folder(folder: Path) -> TargetCheckpoint:
-    spec = _spec(folder)
-    rename = gemma4.stored_name if spec.family == "gemma4" else lambda name: name.removeprefix("model.")
-    stored = open_safetensors(folder, rename)
+    spec, where = _spec(folder), str(folder / "config.json")
     if spec.family == "gemma4":
-        stored = stored.without(filter(gemma4.is_of_other_part, stored.names()))
-    form = weight_format(read_json(folder / "config.json"), str(folder / "config.json"))
+        stored = open_safetensors(folder, gemma4.stored_name)
+        weights: WeightStore = stored.without(filter(gemma4.is_of_other_part, stored.names()))
+        refuse_quantised({}, weights.names(), str(folder))
+        weights = _without_tied_head(weights, where) if spec.is_head_tied else weights
+        check_tensors(weights, target_shapes(spec), str(folder))
+        return TargetCheckpoint(spec, weights)
+    stored = open_safetensors(folder, lambda name: name.removeprefix("model."))
+    form = weight_format(read_json(folder / "config.json"), where)
     weights = dequantised(stored, form, str(folder))
     # Old Llama exports store the rotary frequencies, which follow from the configuration.
     frequencies = [name for name in weights.names() if name.endswith("rotary_emb.inv_freq")]
     weights = DerivedStore(weights, left_out=frequencies) if frequencies else weights
     if spec.is_head_tied:
-        weights = _without_tied_head(weights, str(folder / "config.json"))
+        weights = _without_tied_head(weights, where)
     if FAMILIES[spec.family].has_fused_projections:
         weights = with_parts(weights, spec.decoder, str(folder))
     if spec.decoder.experts is not None:
