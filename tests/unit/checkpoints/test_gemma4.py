@@ -17,7 +17,7 @@ from dspark_trt.checkpoints.gemma4 import read_decoder, text_values
 from dspark_trt.checkpoints.layout import target_shapes
 from dspark_trt.checkpoints.pairing import check_pairing, check_specs
 from dspark_trt.checkpoints.spec import TargetSpec
-from dspark_trt.checkpoints.target import read_target
+from dspark_trt.checkpoints.target import read_target, read_target_spec
 from dspark_trt.errors import CheckpointError, PairingError
 from tests.support.factories import write_drafter as write_qwen3_drafter
 from tests.support.factories import write_target, write_tokenizer_files
@@ -235,8 +235,9 @@ def test_the_drafter_is_read_as_its_configuration_says(tmp_path: Path, target_fo
 def test_a_drafter_with_wrong_keys_is_refused(
     keys: dict[str, Any], message: str, tmp_path: Path, target_folder: Path
 ) -> None:
+    target = read_target_spec(str(target_folder))
     with pytest.raises(CheckpointError, match=message):
-        read_drafter_spec(str(changed(write_gemma_drafter(tmp_path, target_folder), **keys)))
+        read_drafter_spec(str(changed(write_gemma_drafter(tmp_path, target_folder), **keys)), target)
 
 
 def test_drafters_and_targets_of_other_families_do_not_pair(tmp_path: Path, target_folder: Path) -> None:
