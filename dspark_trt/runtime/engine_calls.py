@@ -90,17 +90,19 @@ class EngineCalls:
         """Copy taps and ids of what this step committed, for the requests that go on drafting."""
         if self.drafter is None:
             return
-        self._pending.drop([segment.state for segment in segments if not segment.state.needs_taps])
-        committed = [
-            (segment.state, segment.first_token, result.num_committed(segment))
-            for segment, result in zip(segments, results, strict=True)
-            if segment.state.needs_taps
-        ]
+        committed, done = [], []
+        for segment, result in zip(segments, results, strict=True):
+            if segment.state.needs_taps:
+                committed.append((segment.state, segment.first_token, result.num_committed(segment)))
+            else:
+                done.append(segment.state)
+        self._pending.drop(done)
         self._pending.keep(committed, output.taps, self._packed_ids)
 
-    def num_pending(self, states: Sequence[RequestState]) -> NDArray[np.int64]:
-        """Positions that the drafter's context lacks, of each request."""
-        return np.array([self._pending.num_positions(state) for state in states], dtype=np.int64)
+    def num_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions that the drafter's context lacks, of the requests in these rows."""
+        missing: NDArray[np.int64] = self.target_cache.committed[rows] - self.context_cache.committed[rows]
+        return missing
 
     def draft(self, states: Sequence[RequestState], num_slots: int) -> DraftBlock | None:
         """One draft block for each request, after its context was brought up to the anchor; None without requests.
@@ -205,7 +207,10 @@ class EngineCalls:
         """
         if self.drafter is None:
             return None
-        states = [*drafting, *(state for state in self._pending.overdue() if state not in drafting)]
+        overdue = self._pending.overdue()
+        if not drafting and not overdue:
+            return None
+        states = [*drafting, *(state for state in overdue if state not in drafting)]
         last: _Ingest | None = None
         while (
             taken := self._pending.take(states, self.context_cache, self.target.limits.max_batch_tokens)
@@ -242,7 +247,7 @@ class EngineCalls:
     def _record_batch(self, plan: StepPlan, num_drafts: int) -> None:
         record = self.record
         record.num_requests, record.num_prefill_tokens = len(plan.decode), plan.num_prefill_tokens
-        record.num_drafting, record.num_explored = plan.num_drafting, int(plan.is_explored.sum())
+        record.num_drafting, record.num_explored = plan.num_drafting, int(np.count_nonzero(plan.is_explored))
         record.num_looking_up = len(plan.lookups)
         record.num_drafts_proposed += sum(len(lookup.draft_ids) for lookup in plan.lookups)
         record.num_drafts_verified = num_drafts
