@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dspark_trt.checkpoints.drafter import read_drafter, read_drafter_spec
+from dspark_trt.checkpoints.drafters.writing import write_drafter
 from dspark_trt.checkpoints.pairing import check_pairing
 from dspark_trt.checkpoints.spec import Eagle3Spec, TargetCheckpoint
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, spec_to_json
@@ -127,6 +128,12 @@ def test_what_is_ambiguous_or_unknown_is_refused_by_its_key(
         read_drafter(str(folder), target)
     with pytest.raises(CheckpointError, match=message):
         read_drafter_spec(str(folder), target.spec)
+
+
+def test_convert_refuses_it_by_name(tmp_path: Path, target_folder: Path, target: TargetCheckpoint) -> None:
+    drafter = read_drafter(str(write_eagle3(tmp_path / "drafter", target_folder, "deepspec")), target)
+    with pytest.raises(CheckpointError, match=r"convert is for block drafters .*found an EAGLE-3 drafter"):
+        write_drafter(drafter, target, tmp_path, "deepspec", "target")
 
 
 def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path, target_folder: Path, target: TargetCheckpoint) -> None:
