@@ -80,6 +80,16 @@ def test_the_option_says_how_many_are_drafted(tmp_path: Path, target_folder: Pat
     assert read_drafter_spec(str(folder), target.spec, num_drafts=4).gamma == 4
 
 
+def test_short_training_texts_do_not_bound_the_requests(
+    tmp_path: Path, target_folder: Path, target: TargetCheckpoint
+) -> None:
+    """Where rotation is scaled the reach is the configuration's."""
+    for rope, reach in (({}, 512), ({"rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, 64)):
+        extra = {"max_position_embeddings": 64}
+        folder = write_eagle3(tmp_path / str(reach), target_folder, "community", extra=extra, **rope)
+        assert read_drafter(str(folder), target).spec.decoder.max_position_embeddings == reach
+
+
 def test_what_equals_the_target_is_the_targets(tmp_path: Path, target_folder: Path, target: TargetCheckpoint) -> None:
     folder = write_eagle3(tmp_path, target_folder, "deepspec", embed_head="equal")
     spec = read_drafter(str(folder), target).spec
