@@ -169,10 +169,29 @@ class EngineCalls:
         lengths = [int(cache.committed[source]) for cache in (self.target_cache, self.context_cache)]
         self.target_cache.move(source, destination)
         self.context_cache.move(source, destination)
-        with self._call(None, [move.occupant]):
-            for engine, num_positions in zip((self.target, self.drafter), lengths, strict=True):
-                if engine is not None and num_positions:
-                    engine.move_row(source, destination, num_positions)
+        self._copy(source, destination, lengths, [move.occupant])
+
+    def copy_row(self, source: int, destination: int, num_positions: int, num_context: int) -> None:
+        """Copy the first positions of both caches to a row without a request; the same row: what is behind them goes.
+
+        The lengths stay as they are. Raises EngineCallFailed, for no request: `destination` is then undefined.
+        """
+        self._copy(source, destination, (num_positions, num_context), [])
+
+    def begin(self, state: RequestState, num_positions: int, num_context: int, source: RequestState | None) -> None:
+        """A request's row holds the first positions of its prompt already, of both caches.
+
+        What its context lacks of them waits as taps of `source`.
+        """
+        self.target_cache.begin(state.row, num_positions)
+        self.context_cache.begin(state.row, num_context)
+        state.reuse_prompt(num_positions)
+        if source is not None and self.drafter is not None and state.needs_taps:
+            self._pending.share(source, state, num_positions - num_context)
+
+    def num_drafting_positions(self, state: RequestState) -> int:
+        """Positions of a request that the drafter's context has, or that wait for it as taps."""
+        return int(self.context_cache.committed[state.row]) + self._pending.num_positions(state)
 
     def release(self, state: RequestState) -> None:
         """A request leaves its row."""
@@ -186,7 +205,7 @@ class EngineCalls:
             cache.check_integrity(len(occupants))
         for state in occupants:
             if self.drafter is not None and state.needs_taps:
-                num_known = int(self.context_cache.committed[state.row]) + self._pending.num_positions(state)
+                num_known = self.num_drafting_positions(state)
                 assert num_known == self.target_cache.committed[state.row], "taps were lost"
             num_positions = int(self.target_cache.committed[state.row])
             num_tokens = state.num_prefilled + max(state.num_generated - 1, 0)
@@ -254,9 +273,15 @@ class EngineCalls:
         for state in plan.states:
             state.statistics.verify_ms += self.record.verify_ms
 
+    def _copy(self, source: int, destination: int, lengths: Sequence[int], states: Sequence[RequestState]) -> None:
+        with self._call("copy_ms", states):
+            for engine, num_positions in zip((self.target, self.drafter), lengths, strict=True):
+                if engine is not None and num_positions:
+                    engine.move_row(source, destination, num_positions)
+
     @contextmanager
     def _call(
-        self, timed_as: Literal["ingest_ms", "draft_ms", "verify_ms"] | None, states: Sequence[RequestState]
+        self, timed_as: Literal["ingest_ms", "draft_ms", "verify_ms", "copy_ms"], states: Sequence[RequestState]
     ) -> Iterator[None]:
         started = time.perf_counter()
         try:
@@ -265,6 +290,5 @@ class EngineCalls:
             logger.exception("an engine call failed; its %d requests end with an error", len(states))
             raise EngineCallFailed(states) from error
         finally:
-            if timed_as:
-                elapsed_ms = (time.perf_counter() - started) * 1e3
-                setattr(self.record, timed_as, getattr(self.record, timed_as) + elapsed_ms)
+            elapsed_ms = (time.perf_counter() - started) * 1e3
+            setattr(self.record, timed_as, getattr(self.record, timed_as) + elapsed_ms)

@@ -55,6 +55,19 @@ class PendingTaps:
     def num_positions(self, state: RequestState) -> int:
         return self._counts.get(state, 0)
 
+    def share(self, source: RequestState, destination: RequestState, num_positions: int) -> None:
+        """The first positions that `source` lacks are lacking in a copy of its context, too."""
+        shared: list[_Chunk] = []
+        left = num_positions
+        for chunk in self._chunks.get(source, []):
+            count = min(chunk.count, left)
+            if count:
+                shared.append(_Chunk(chunk.taps, chunk.first, count))
+            left -= count
+        assert not left, "more taps are shared than wait"
+        if shared:
+            self._chunks[destination], self._counts[destination] = shared, num_positions
+
     def overdue(self) -> list[RequestState]:
         """Requests with more than may wait."""
         return [state for state, count in self._counts.items() if count > MAX_PENDING_POSITIONS]

@@ -79,7 +79,6 @@ class _Store:
         moved = self.read(source, num_positions)
         self.tokens[destination] = EMPTY
         self.tokens[destination, :num_positions] = moved
-        self.tokens[source] = EMPTY
 
 
 class FailingEngine:
@@ -328,6 +327,7 @@ def make_loop(
     lookup: LookupAcceptance | None = None,
     num_lookup_drafts: int = 4,
     on_verified: OnVerified | None = None,
+    prefix_cache: bool = False,
 ) -> DecodingLoop:
     """`calibration` is neutral where none is given; num_lookup_drafts: where nothing but `lookup` drafts."""
     num_slots = drafter.gamma if drafter else num_lookup_drafts if lookup else 0
@@ -342,6 +342,7 @@ def make_loop(
         eos_token_ids=eos_token_ids,
         decode=decode,
         scheduler=scheduler,
+        prefix_cache=prefix_cache,
     )
 
 

@@ -33,5 +33,7 @@ class CachePool:
         return self._array[layer, which, first_row : first_row + num_rows]
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
-        """Copy the live positions of a row, all layers at once."""
+        """Copy the first positions of a row, all layers at once. What stands behind them is never read."""
+        if source == destination:
+            return
         self._array[:, :, destination, :, :num_positions] = self._array[:, :, source, :, :num_positions]
