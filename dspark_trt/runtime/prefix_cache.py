@@ -115,8 +115,8 @@ class PrefixCache:
         assert all(len(self._rows.occupants) <= row < self._rows.num_rows for row in rows), "a kept row is not free"
 
     def _begin_or_wait(self, state: RequestState, source: _Source | None) -> None:
-        num_positions = 0 if source is None else source.num_positions
-        state.await_prefix(self._num_coming(state) - num_positions >= MIN_AWAITED_TOKENS)
+        num_lacking = self._num_coming(state) - (0 if source is None else source.num_positions)
+        state.await_prefix(num_lacking >= (1 if state.awaits_prefix else MIN_AWAITED_TOKENS))
         if source is not None and not state.awaits_prefix:
             self._begin(state, source)
 
