@@ -57,7 +57,9 @@ def main() -> None:
     results = []
     for scheduler in MODES:
         with tempfile.TemporaryDirectory(prefix="dspark-trt-demo-") as folder:
-            served = ServeOptions(0, 0, 0, scheduler=scheduler, log_file=Path(folder) / "server.log")
+            served = ServeOptions(
+                0, 0, 0, scheduler=scheduler, prefix_cache=False, log_file=Path(folder) / "server.log"
+            )
             with TritonServer(options.output, served) as server:
                 if not results:
                     headline(f"2/4  a real tritonserver answers at {server.http_url}:  {QUESTION}")

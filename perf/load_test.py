@@ -45,7 +45,9 @@ def compare(
     results = []
     for scheduler in schedulers:
         with tempfile.TemporaryDirectory(prefix="dspark-trt-load-") as folder:
-            options = ServeOptions(0, 0, 0, scheduler=scheduler, log_file=Path(folder) / "server.log")
+            options = ServeOptions(
+                0, 0, 0, scheduler=scheduler, prefix_cache=False, log_file=Path(folder) / "server.log"
+            )
             with TritonServer(build_dir, options) as server:
                 for concurrency in concurrencies:
                     results.append(

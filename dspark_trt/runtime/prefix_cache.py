@@ -7,7 +7,8 @@ is copied in, or stays where it is. Copying a position costs a few hundredths of
 
 Both caches count: K/V of the target and the drafter's context. A request that may draft takes only positions that the
 context has too, or that wait for it as taps: a hole there would cost it its acceptance.
-The last token of a prompt is always computed, since its logits are needed.
+The last tokens of a prompt are always computed: the logits of the last one are needed, and a call of a single token
+rounds otherwise than the chunk of a prompt.
 
 Where several requests with the same beginning arrive together, one reads it and the others wait for it.
 """
@@ -28,6 +29,7 @@ from dspark_trt.runtime.state import Phase, RequestState
 Int64 = NDArray[np.int64]
 
 MIN_REUSED_TOKENS = 16  # less is not worth a copy
+NUM_COMPUTED_TOKENS = 2  # of a prompt, at least
 MIN_AWAITED_TOKENS = 32  # less is read twice rather than waited for
 MAX_DROPPED_TOKENS = 16  # what a row holds is as good as contained in another one that lacks no more than these
 
@@ -164,7 +166,7 @@ class PrefixCache:
         for other in self._rows.occupants:
             if other is state or other.request.cache_salt != state.request.cache_salt:
                 continue
-            num_positions = _num_common(state.prompt_ids[:-1], other.prompt_ids[: other.num_prefilled])
+            num_positions = _num_common(state.prompt_ids[:-NUM_COMPUTED_TOKENS], other.prompt_ids[: other.num_prefilled])
             if not num_positions:
                 continue
             if self._needs_context(state):
@@ -177,14 +179,14 @@ class PrefixCache:
         for row, retained in self._retained.items():
             if retained.cache_salt != state.request.cache_salt:
                 continue
-            num_positions = _num_common(state.prompt_ids[:-1], retained.token_ids)
+            num_positions = _num_common(state.prompt_ids[:-NUM_COMPUTED_TOKENS], retained.token_ids)
             num_context = min(num_positions, retained.num_context)
             yield _Source(row, num_context if self._needs_context(state) else num_positions, num_context, None)
 
     def _num_coming(self, state: RequestState) -> int:
         """Tokens of its prompt that a request before it is about to read."""
         coming = [
-            _num_common(state.prompt_ids[:-1], other.prompt_ids)
+            _num_common(state.prompt_ids[:-NUM_COMPUTED_TOKENS], other.prompt_ids)
             for other in self._rows.occupants
             if other.phase is Phase.PREFILL
             and other.generation < state.generation

@@ -62,10 +62,10 @@ def reused(output: Output) -> int:
     return statistics.num_prompt_tokens_reused
 
 
-def test_a_prompt_that_came_before_is_computed_for_its_last_token_only() -> None:
+def test_a_prompt_that_came_before_is_computed_for_its_last_tokens_only() -> None:
     parts = Parts()
     first, second = parts.ask(SYSTEM)[0], parts.ask(SYSTEM)[0]
-    assert (reused(first), reused(second)) == (0, len(SYSTEM) - 1)
+    assert (reused(first), reused(second)) == (0, len(SYSTEM) - 2)
     assert second.token_ids == first.token_ids
     assert parts.target.num_calls.get("move_row") == 1, "its own row, where it stands: nothing is copied"
 
@@ -98,7 +98,7 @@ def test_what_the_drafter_never_saw_is_not_reused_for_a_request_that_drafts() ->
     parts = Parts()
     assert parts.reused(SYSTEM, draft=False) == [0]
     assert parts.reused(SYSTEM) == [0]
-    assert parts.reused(SYSTEM, draft=False) == [len(SYSTEM) - 1]
+    assert parts.reused(SYSTEM, draft=False) == [len(SYSTEM) - 2]
 
 
 def test_a_running_request_lends_its_prompt() -> None:
@@ -127,9 +127,9 @@ def test_the_least_recently_used_row_is_given_away_first() -> None:
     conversations = [tokens(seed, 40) for seed in range(1, 4)]
     for prompt in conversations:
         assert parts.reused(prompt) == [0]
-    assert parts.reused(conversations[0]) == [39]
+    assert parts.reused(conversations[0]) == [38]
     assert parts.reused(tokens(9, 40)) == [0]  # takes the row of 1, and not that of 0, which is younger
-    assert parts.reused(conversations[0]) == [39]
+    assert parts.reused(conversations[0]) == [38]
     assert parts.reused(conversations[1]) == [0]
 
 
@@ -146,7 +146,7 @@ def test_what_others_may_want_is_moved_away_before_a_row_is_taken() -> None:
     long = (*SYSTEM, *tokens(1, 50))
     parts.ask(long)
     assert parts.reused((*SYSTEM, *tokens(2, 5))) == [60]
-    assert parts.reused(long) == [109]
+    assert parts.reused(long) == [108]
 
 
 def test_requests_of_different_salts_share_nothing() -> None:
@@ -154,7 +154,7 @@ def test_requests_of_different_salts_share_nothing() -> None:
     assert parts.reused(SYSTEM, salt="one") == [0]
     assert parts.reused(SYSTEM, salt="two") == [0]
     assert parts.reused(SYSTEM) == [0]
-    assert parts.reused(SYSTEM, salt="one") == [59]
+    assert parts.reused(SYSTEM, salt="one") == [58]
 
 
 def test_a_salt_is_a_short_string() -> None:
