@@ -33,6 +33,7 @@ class SurvivalHistory:
         """`prior` [G]: mean survival of slot j before anything is known."""
         self._waiting = np.ones((LAG_STEPS, num_rows, gamma))
         self._waiting_generation = np.full((LAG_STEPS, num_rows), -1, dtype=np.int64)  # -1: nothing was drafted
+        self._has_waiting = [False] * LAG_STEPS
         self._oldest = 0
         self._sums = np.zeros((num_rows, gamma))
         self._weights = np.zeros(num_rows)
@@ -60,10 +61,15 @@ class SurvivalHistory:
 
     def record(self, rows: Ints, generations: Ints, fresh: Floats) -> None:
         """Hand in this step's survivals [R, G]; those of two steps ago are remembered from now on."""
-        self._remember(self._oldest)
-        self._waiting_generation[self._oldest] = -1
+        self._remember_oldest()
         self._waiting_generation[self._oldest, rows] = generations
         self._waiting[self._oldest, rows] = fresh
+        self._has_waiting[self._oldest] = len(rows) > 0
+        self._oldest = (self._oldest + 1) % LAG_STEPS
+
+    def record_nothing(self) -> None:
+        """This step drafted nothing; those before it are a step older all the same."""
+        self._remember_oldest()
         self._oldest = (self._oldest + 1) % LAG_STEPS
 
     def move(self, source: int, destination: int) -> None:
@@ -74,10 +80,11 @@ class SurvivalHistory:
         self._weights[destination] = self._weights[source]
         self._generation[destination] = self._generation[source]
 
-    def _remember(self, waiting: int) -> None:
-        rows = np.flatnonzero(self._waiting_generation[waiting] >= 0)
-        if not len(rows):
+    def _remember_oldest(self) -> None:
+        if not self._has_waiting[self._oldest]:
             return
+        waiting, self._has_waiting[self._oldest] = self._oldest, False
+        rows = np.flatnonzero(self._waiting_generation[waiting] >= 0)
         generations, survivals = self._waiting_generation[waiting, rows], self._waiting[waiting, rows]
         kept = np.where(self._generation[rows] == generations, MEMORY_DECAY, 0.0)
         self._generation[rows] = generations
@@ -87,6 +94,7 @@ class SurvivalHistory:
         self._pool[at[-NUM_POOLED:]] = survivals[-NUM_POOLED:]
         self._num_pooled += len(rows)
         self._typical = None
+        self._waiting_generation[waiting] = -1
 
 
 def _spread(prior: Floats, count: int) -> Floats:
