@@ -74,10 +74,9 @@ class PendingTaps:
         shared: list[_Chunk] = []
         left = num_positions
         for chunk in self._chunks.get(source, []):
-            count = min(chunk.count, left)
-            if count:
-                shared.append(_Chunk(chunk.taps, chunk.first, count))
-            left -= count
+            if left:
+                shared.append(chunk.split(left)[0])
+                left -= len(shared[-1].token_ids)
         assert not left, "more taps are shared than wait"
         if shared:
             self._chunks[destination], self._counts[destination] = shared, num_positions

@@ -6,7 +6,8 @@ request gets the first free row. What that row holds is moved away where another
 is copied in, or stays where it is. Copying a position costs a few hundredths of computing it.
 
 Both caches count: K/V of the target and the drafter's context. A request that may draft takes only positions that the
-context has too, or that wait for it as taps: a hole there would cost it its acceptance.
+context has too, or that wait for it as taps: a hole there would cost it its acceptance. What the context holds of a
+position may depend on the token behind it (`IngestBatch`), so of n tokens in common it counts for n - 1.
 The last tokens of a prompt are always computed: the logits of the last one are needed, and a call of a single token
 rounds otherwise than the chunk of a prompt.
 
@@ -166,12 +167,17 @@ class PrefixCache:
         for other in self._rows.occupants:
             if other is state or other.request.cache_salt != state.request.cache_salt:
                 continue
-            num_positions = _num_common(state.prompt_ids[:-NUM_COMPUTED_TOKENS], other.prompt_ids[: other.num_prefilled])
-            if not num_positions:
+            num_common = _num_common(state.prompt_ids, other.prompt_ids[: other.num_prefilled])
+            if not num_common:
                 continue
+            num_in_context = int(self._engines.context_cache.committed[other.row])
+            num_positions = min(num_common, len(state.prompt_ids) - NUM_COMPUTED_TOKENS)
+            num_context = min(num_positions, num_common - 1, num_in_context)
             if self._needs_context(state):
-                num_positions = min(num_positions, self._engines.num_drafting_positions(other))
-            num_context = min(num_positions, int(self._engines.context_cache.committed[other.row]))
+                has_taps = num_context == num_in_context  # of what follows
+                num_positions = min(
+                    num_positions, self._engines.num_drafting_positions(other) if has_taps else num_context
+                )
             yield _Source(other.row, num_positions, num_context, other)
 
     def _kept(self, state: RequestState) -> Iterator[_Source]:
@@ -179,14 +185,18 @@ class PrefixCache:
         for row, retained in self._retained.items():
             if retained.cache_salt != state.request.cache_salt:
                 continue
-            num_positions = _num_common(state.prompt_ids[:-NUM_COMPUTED_TOKENS], retained.token_ids)
-            num_context = min(num_positions, retained.num_context)
+            num_common = _num_common(state.prompt_ids, retained.token_ids)
+            num_positions = min(num_common, len(state.prompt_ids) - NUM_COMPUTED_TOKENS)
+            num_context = max(min(num_positions, num_common - 1, retained.num_context), 0)
             yield _Source(row, num_context if self._needs_context(state) else num_positions, num_context, None)
 
     def _num_coming(self, state: RequestState) -> int:
-        """Tokens of its prompt that a request before it is about to read."""
+        """Tokens of its prompt that a request before it is about to read, and that it can have then."""
         coming = [
-            _num_common(state.prompt_ids[:-NUM_COMPUTED_TOKENS], other.prompt_ids)
+            min(
+                _num_common(state.prompt_ids, other.prompt_ids) - self._needs_context(state),
+                len(state.prompt_ids) - NUM_COMPUTED_TOKENS,
+            )
             for other in self._rows.occupants
             if other.phase is Phase.PREFILL
             and other.generation < state.generation
