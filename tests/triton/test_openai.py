@@ -32,7 +32,13 @@ CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 NUM_TOKENS = 16
 LONG = 3000
 # How much is drafted depends on measured times, so two equal requests may differ in these.
-DECIDED_BY_THE_SCHEDULE = ("total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate", "num_steps")
+DECIDED_BY_THE_SCHEDULE = (
+    "total_draft_tokens",
+    "total_accepted_draft_tokens",
+    "acceptance_rate",
+    "num_steps",
+    "num_cached_tokens",
+)
 PUBLISHED_WITHIN_S = 1.0  # metrics are brought up to date a few times a second
 GONE_WITHIN_S = 10.0  # on a loaded machine; two steps on a quiet one
 

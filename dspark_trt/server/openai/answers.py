@@ -114,13 +114,13 @@ class Answering:
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt_tokens + num_generated,
-            "prompt_tokens_details": {"cached_tokens": _num_cached(tallies, len(self.prompts))},
+            "prompt_tokens_details": {"cached_tokens": num_cached(tallies, len(self.prompts))},
         }
         speculation = tallies[0].speculation(self.gamma) if len(tallies) == 1 else None
         return {"usage": usage, "metrics": {"speculative_decoding": speculation} if speculation else None}
 
 
-def _num_cached(tallies: Sequence[Tally], num_prompts: int) -> int:
+def num_cached(tallies: Sequence[Tally], num_prompts: int) -> int:
     """Of all prompts, each counted once: several answers to one prompt share what the first of them reads."""
     num_each = len(tallies) // num_prompts
     return sum(
