@@ -64,7 +64,7 @@ class Scheduling:
         self.times = TimeCorrection(is_on=config.corrects)
         self.acceptance = AcceptanceCorrection(gamma, is_on=config.corrects)
         self.prices = None if table is None else StepPrices(table, self.times)
-        history = SurvivalHistory(num_rows=num_rows, gamma=gamma, prior=calibration.expected_survival)
+        history = SurvivalHistory(num_rows=num_rows, gamma=gamma, prior=calibration.expected_blocks)
         self._has_drafter = has_drafter
         self._is_auto = config.mode == "auto"
         self._lookup_survival: LookupSurvival | None = None
