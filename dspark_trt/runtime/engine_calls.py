@@ -32,7 +32,7 @@ from dspark_trt.runtime.arrays import wait_for
 from dspark_trt.runtime.drafting import DraftBlock, DraftVocabulary, draft_batch, draft_block
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
-from dspark_trt.runtime.pending_taps import PendingTaps
+from dspark_trt.runtime.pending_taps import PendingTaps, TapChunk
 from dspark_trt.runtime.rows import RowMove
 from dspark_trt.runtime.state import RequestState
 from dspark_trt.runtime.step_plan import StepPlan
@@ -61,9 +61,17 @@ class EngineCalls:
     """Owns both caches' lengths. `drafter` is None where nothing is drafted, `step_engine` where the host selects."""
 
     def __init__(
-        self, target: TargetEngine, drafter: DraftEngine | None, step_engine: StepEngine | None = None
+        self,
+        target: TargetEngine,
+        drafter: DraftEngine | None,
+        step_engine: StepEngine | None = None,
+        *,
+        keeps_taps: bool = False,
     ) -> None:
-        """Raises CapacityError when the engines' limits do not fit each other."""
+        """keeps_taps: those of requests that draft no more stay while they have a row: others may need them.
+
+        Raises CapacityError when the engines' limits do not fit each other.
+        """
         limits = target.limits
         if limits.max_batch_tokens < limits.max_requests:
             raise CapacityError(
@@ -82,6 +90,7 @@ class EngineCalls:
         self.context_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self.record = StepRecord()  # of the step that is running
         self._pending = PendingTaps()
+        self._keeps_taps = keeps_taps
         self._packed_ids = np.empty(0, dtype=np.int64)  # [T] of the step's verification
         vocab = None if drafter is None else drafter.draft_vocab
         self._draft_vocabulary = DraftVocabulary.of(vocab, target.vocab_size)
@@ -96,7 +105,8 @@ class EngineCalls:
                 committed.append((segment.state, segment.first_token, result.num_committed(segment)))
             else:
                 done.append(segment.state)
-        self._pending.drop(done)
+        if not self._keeps_taps:
+            self._pending.drop(done)
         self._pending.keep(committed, output.taps, self._packed_ids)
 
     def num_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -183,20 +193,20 @@ class EngineCalls:
         """
         self._copy(source, destination, (num_positions, num_context), [])
 
-    def begin(self, state: RequestState, num_positions: int, num_context: int, source: RequestState | None) -> None:
+    def begin(self, state: RequestState, num_positions: int, num_context: int, taps: Sequence[TapChunk]) -> None:
         """A request's row holds the first positions of its prompt already, of both caches.
 
-        What its context lacks of them waits as taps of `source`.
+        taps: begin with what its context lacks of them.
         """
         self.target_cache.begin(state.row, num_positions)
         self.context_cache.begin(state.row, num_context)
         state.reuse_prompt(num_positions)
-        if source is not None and self.drafter is not None and state.needs_taps:
-            self._pending.share(source, state, num_positions - num_context)
+        if self.drafter is not None and state.needs_taps:
+            self._pending.begin(state, taps, num_positions - num_context)
 
-    def num_drafting_positions(self, state: RequestState) -> int:
-        """Positions of a request that the drafter's context has, or that wait for it as taps."""
-        return int(self.context_cache.committed[state.row]) + self._pending.num_positions(state)
+    def waiting_taps(self, state: RequestState) -> tuple[TapChunk, ...]:
+        """What the context of a request lacks and can be given."""
+        return self._pending.waiting(state)
 
     def release(self, state: RequestState) -> None:
         """A request leaves its row."""
@@ -210,7 +220,7 @@ class EngineCalls:
             cache.check_integrity(len(occupants))
         for state in occupants:
             if self.drafter is not None and state.needs_taps:
-                num_known = self.num_drafting_positions(state)
+                num_known = int(self.context_cache.committed[state.row]) + self._pending.num_positions(state)
                 assert num_known == self.target_cache.committed[state.row], "taps were lost"
             num_positions = int(self.target_cache.committed[state.row])
             num_tokens = state.num_prefilled + max(state.num_generated - 1, 0)

@@ -103,6 +103,7 @@ class DecodingLoop:
             target,
             drafter if self._max_verify_len else None,
             step_engine if is_selected_on_device else None,
+            keeps_taps=prefix_cache,
         )
         self._planner = Planner(
             self._engines,

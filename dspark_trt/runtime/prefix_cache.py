@@ -16,7 +16,7 @@ Where several requests with the same beginning arrive together, one reads it and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals
+from dspark_trt.runtime.pending_taps import TapChunk, for_long
 from dspark_trt.runtime.rows import Rows
 from dspark_trt.runtime.state import Phase, RequestState
 
@@ -41,12 +42,18 @@ class RetainedRow:
 
     token_ids: Int64  # [n], of positions 0 .. n - 1 of the target's K/V
     num_context: int  # of these, how many the drafter's context has
+    taps: tuple[TapChunk, ...]  # of the positions that follow in the context
     cache_salt: str
     last_used: int  # the larger, the later
 
+    @property
+    def num_known(self) -> int:
+        """Positions that the drafter's context has, or can be given."""
+        return self.num_context + _num_positions(self.taps)
+
     def covers(self, other: RetainedRow) -> bool:
         """Whether it has nearly all that `other` has."""
-        if self.cache_salt != other.cache_salt or self.num_context + MAX_DROPPED_TOKENS < other.num_context:
+        if self.cache_salt != other.cache_salt or self.num_known + MAX_DROPPED_TOKENS < other.num_known:
             return False
         return _num_common(self.token_ids, other.token_ids) + MAX_DROPPED_TOKENS >= len(other.token_ids)
 
@@ -57,8 +64,8 @@ class _Source:
 
     row: int
     num_positions: int
-    num_context: int  # of these, in the drafter's context; the others wait as taps of the occupant
-    occupant: RequestState | None  # None: a free row
+    num_context: int  # of these, in the drafter's context
+    taps: tuple[TapChunk, ...]  # they begin with the others
 
 
 class PrefixCache:
@@ -99,7 +106,8 @@ class PrefixCache:
         if state.has_failed or len(token_ids) < MIN_REUSED_TOKENS:
             return
         num_context = min(int(self._engines.context_cache.committed[state.row]), len(token_ids))
-        left = RetainedRow(token_ids, num_context, state.request.cache_salt, self._tick())
+        taps = for_long(self._engines.waiting_taps(state))
+        left = RetainedRow(token_ids, num_context, taps, state.request.cache_salt, self._tick())
         for row, retained in list(self._retained.items()):
             if left.covers(retained):
                 del self._retained[row]
@@ -129,7 +137,7 @@ class PrefixCache:
         except EngineCallFailed:  # its prompt is read from the beginning
             self.forget()
             return
-        self._engines.begin(state, source.num_positions, source.num_context, source.occupant)
+        self._engines.begin(state, source.num_positions, source.num_context, source.taps)
         self._totals.num_prompt_tokens_reused += source.num_positions
         used = self._retained.get(source.row)
         if used is None:
@@ -167,28 +175,30 @@ class PrefixCache:
         for other in self._rows.occupants:
             if other is state or other.request.cache_salt != state.request.cache_salt:
                 continue
-            num_common = _num_common(state.prompt_ids, other.prompt_ids[: other.num_prefilled])
-            if not num_common:
-                continue
-            num_in_context = int(self._engines.context_cache.committed[other.row])
-            num_positions = min(num_common, len(state.prompt_ids) - NUM_COMPUTED_TOKENS)
-            num_context = min(num_positions, num_common - 1, num_in_context)
-            if self._needs_context(state):
-                has_taps = num_context == num_in_context  # of what follows
-                num_positions = min(
-                    num_positions, self._engines.num_drafting_positions(other) if has_taps else num_context
-                )
-            yield _Source(other.row, num_positions, num_context, other)
+            num_context = int(self._engines.context_cache.committed[other.row])
+            taps = self._engines.waiting_taps(other)
+            yield self._usable(state, other.row, other.prompt_ids[: other.num_prefilled], num_context, taps)
 
     def _kept(self, state: RequestState) -> Iterator[_Source]:
         """What free rows hold of its prompt."""
         for row, retained in self._retained.items():
-            if retained.cache_salt != state.request.cache_salt:
-                continue
-            num_common = _num_common(state.prompt_ids, retained.token_ids)
-            num_positions = min(num_common, len(state.prompt_ids) - NUM_COMPUTED_TOKENS)
-            num_context = max(min(num_positions, num_common - 1, retained.num_context), 0)
-            yield _Source(row, num_context if self._needs_context(state) else num_positions, num_context, None)
+            if retained.cache_salt == state.request.cache_salt:
+                yield self._usable(state, row, retained.token_ids, retained.num_context, retained.taps)
+
+    def _usable(
+        self, state: RequestState, row: int, token_ids: Int64, num_context: int, taps: tuple[TapChunk, ...]
+    ) -> _Source:
+        """What `state` can use of a row that holds `token_ids`."""
+        num_common = _num_common(state.prompt_ids, token_ids)
+        if not num_common:
+            return _Source(row, 0, 0, ())
+        num_positions = min(num_common, len(state.prompt_ids) - NUM_COMPUTED_TOKENS)
+        num_usable = min(num_positions, num_common - 1, num_context)
+        if num_usable < num_context:  # what follows there is of other tokens
+            taps = ()
+        if self._needs_context(state):
+            num_positions = min(num_positions, num_usable + _num_positions(taps))
+        return _Source(row, num_positions, num_usable, taps)
 
     def _num_coming(self, state: RequestState) -> int:
         """Tokens of its prompt that a request before it is about to read, and that it can have then."""
@@ -216,6 +226,10 @@ class PrefixCache:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+def _num_positions(taps: Sequence[TapChunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in taps)
 
 
 def _num_common(first: Int64, second: Int64) -> int:
