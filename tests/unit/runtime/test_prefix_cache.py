@@ -14,7 +14,8 @@ from dspark_trt.errors import RequestError
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.prefix_cache import _num_common
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
-from tests.support.toy_engines import Output, ToyDrafter, ToyLanguage, ToyTarget, make_loop, run
+from dspark_trt.steptable.table import StepTable
+from tests.support.toy_engines import DEAR, MODERATE, Output, ToyDrafter, ToyLanguage, ToyTarget, make_loop, run
 
 LANGUAGE = ToyLanguage(vocab_size=64, order=3, num_patterns=499)
 OFF, FIXED = SchedulerConfig("off"), SchedulerConfig("fixed")
@@ -29,11 +30,17 @@ SYSTEM = tokens(0, 60)
 
 class Parts:
     def __init__(
-        self, config: SchedulerConfig = FIXED, *, max_requests: int = 4, max_batch_tokens: int = 200, cache: bool = True
+        self,
+        config: SchedulerConfig = FIXED,
+        *,
+        max_requests: int = 4,
+        max_batch_tokens: int = 200,
+        cache: bool = True,
+        table: StepTable = MODERATE,
     ) -> None:
         limits = EngineLimits(max_requests, 256, max_batch_tokens)
         self.target, self.drafter = ToyTarget(LANGUAGE, limits), ToyDrafter(LANGUAGE, limits, skill=0.9)
-        self.loop: DecodingLoop = make_loop(self.target, self.drafter, config, prefix_cache=cache)
+        self.loop: DecodingLoop = make_loop(self.target, self.drafter, config, table=table, prefix_cache=cache)
         self.num_requests = 0
 
     def ask(self, *prompts: tuple[int, ...], max_tokens: int = 12, salt: str = "", draft: bool = True) -> list[Output]:
@@ -100,6 +107,13 @@ def test_what_the_drafter_never_saw_is_not_reused_for_a_request_that_drafts() ->
     assert parts.reused(SYSTEM, draft=False) == [0]
     assert parts.reused(SYSTEM) == [0]
     assert parts.reused(SYSTEM, draft=False) == [len(SYSTEM) - 2]
+
+
+def test_what_waits_for_the_drafter_is_kept_where_drafting_does_not_pay() -> None:
+    parts = Parts(SchedulerConfig("auto"), table=DEAR)
+    parts.ask(SYSTEM, max_tokens=3)
+    assert "ingest" not in parts.drafter.num_calls
+    assert parts.reused(SYSTEM, (*SYSTEM, 7, 7, 7, 7)) == [58, 58]
 
 
 @pytest.mark.parametrize(("config", "num_lacking"), [(OFF, 0), (FIXED, 1)], ids=["off", "fixed"])
