@@ -3,7 +3,7 @@
 Rows stay dense (`runtime/rows.py`), so the rows behind the occupied ones are free. What an ended request leaves is kept
 in one of them until the row is needed: the least recently used goes first, and rows that hold nothing before it. A new
 request gets the first free row. What that row holds is moved away where another is worth less; then the longest prefix
-is copied in, or stays where it is. Copying a position costs a few hundredths of computing it.
+is copied in, or stays where it is. Copying a position costs less than a hundredth of computing it.
 
 Both caches count: K/V of the target and the drafter's context. A request that may draft takes only positions that the
 context has too, or that wait for it as taps: a hole there would cost it its acceptance. What the context holds of a
