@@ -256,6 +256,14 @@ def test_concurrent_streams_are_byte_exact(client: openai.OpenAI, in_process: In
         assert list(clients.map(ask, prompts)) == expected
 
 
+def test_usage_tells_what_of_a_prompt_was_not_read_again(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"max_tokens": 8, "extra_body": {"ignore_eos": True, "cache_salt": "usage"}}
+    first, again = (complete(client, "one two three four " * 20, **fields) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.usage.prompt_tokens // 2 < again.usage.prompt_tokens_details.cached_tokens < again.usage.prompt_tokens
+    assert again.choices[0].text == first.choices[0].text
+
+
 def test_generate_answers_as_triton_does(server: TritonServer, front_end: FrontEndProcess) -> None:
     fields = {
         "text_input": PROMPT,
