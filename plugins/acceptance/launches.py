@@ -154,7 +154,7 @@ class AcceptanceOperation:
             Kernel("weigh_drafts", "kernel.weigh_drafts", num_warps=8),
             Kernel("weigh", "kernel.weigh", num_warps=8),
             Kernel("gather", "kernel_truncation.gather", num_warps=8),
-            Kernel("decide", "kernel_decision.decide", num_warps=8),
+            Kernel("decide", "kernel_decision.decide", num_warps=16),
             Kernel("measure", "kernel_draw.measure", num_warps=8),
             Kernel("choose", "kernel_draw.choose", num_warps=8),
             Kernel("restore", "kernel_edits.restore"),

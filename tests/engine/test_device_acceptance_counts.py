@@ -44,7 +44,9 @@ def counts_of(
             results = results_of(segments, Decided(batch, engine.accept(batch, logits, block.draft_logits)()))
         else:
             results = accept(segments, logits, block)
-    assert [result.num_accepted_drafts for result in results] == [GAMMA] * num_requests
+    assert all(result.token_ids and result.error is None for result in results)
+    if "bad_words" not in params[-1] and len(params) == 1:
+        assert [result.num_accepted_drafts for result in results] == [GAMMA] * num_requests
     return counts
 
 
