@@ -1,4 +1,4 @@
-"""The seam between the runtime and an engine that accepts drafts and draws tokens itself, for all rows of a step at once.
+"""The seam between the runtime and an engine that accepts drafts and draws tokens itself, all rows of a step at once.
 
 Shape letters: `A` rows that are decided, one for every slot of every block; `E` edits of logits; `P` rows that report
 log probabilities; `N` tokens that are reported of each. What is known before the target's logits are, the runtime hands

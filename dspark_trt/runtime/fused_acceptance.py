@@ -1,7 +1,7 @@
 """Acceptance by an engine that decides all rows of a step at once: what it is told, and what its answer means.
 
 The rule is that of `runtime/acceptance.py`, whose slot loop serves engines without one. No request is left to that loop
-here: all that edits logits (penalties, biases, bad_words, min_tokens) looks at tokens alone, and those before a slot are
+here: all that edits logits (penalties, biases, bad_words, min_tokens) looks at tokens alone, and before a slot stand
 drafts that the host knows.
 
 Shape letters: `A` rows, one for every slot of every block; `E` edits.

@@ -52,6 +52,14 @@ def row_sum(of_segments, row, NUM_SEGMENTS: tl.constexpr, BLOCK_SEGMENTS: tl.con
 
 
 @triton.jit
+def find(masses, position, indices):
+    """The first index whose cumulative mass exceeds `position`, and what of it is left there."""
+    cumulative = tl.cumsum(masses, axis=0)
+    index = tl.sum((cumulative <= position).to(tl.int32), axis=0)
+    return index, position - tl.sum(tl.where(indices < index, masses, 0), axis=0)
+
+
+@triton.jit
 def summarise(
     logits,  # [L, V]
     logit_rows,  # [A]

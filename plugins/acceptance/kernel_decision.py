@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from dspark_trt_plugins.acceptance.form import MASKED_LOGIT
 from dspark_trt_plugins.acceptance.kernel import INFINITY, MASS_UNIT, row_max, row_sum, weights_of
-from dspark_trt_plugins.acceptance.kernel_truncation import is_kept, row_tokens, truncate
+from dspark_trt_plugins.acceptance.kernel_candidates import is_kept
 
 MASKED = tl.constexpr(MASKED_LOGIT)
 # verdicts on a row
@@ -100,8 +100,6 @@ def decide(
     accept_words,  # [A]
     temperatures,  # [A]
     draft_temperatures,  # [A]
-    top_k,  # [A]
-    top_p,  # [A]
     min_p,  # [A]
     segment_max,  # [A, C] float32
     segment_argmax,  # [A, C] int32
@@ -110,9 +108,6 @@ def decide(
     draft_max,  # [X, C] float32
     draft_bad,  # [X, C] int32
     draft_mass,  # [X, C] int64
-    num_candidates,  # [T] int32
-    candidate_ids,  # [T, N] int32
-    candidate_weights,  # [T, N] float32
     thresholds,  # [S] int32
     last_ties,  # [S] int32
     kept_mass,  # [S] int64
@@ -120,14 +115,12 @@ def decide(
     num_truncated,
     VOCAB: tl.constexpr,
     DRAFT_VOCAB: tl.constexpr,
-    BLOCK: tl.constexpr,
     NUM_SEGMENTS: tl.constexpr,
     BLOCK_SEGMENTS: tl.constexpr,
     NUM_DRAFT_SEGMENTS: tl.constexpr,
     BLOCK_DRAFT_SEGMENTS: tl.constexpr,
-    NUM_CANDIDATES: tl.constexpr,
 ):
-    """The border of what a row keeps, and the verdict on its draft."""
+    """The verdict on a row's draft."""
     row = tl.program_id(0)
     sample = tl.load(samples + row)
     drafting = draft_distribution(
@@ -155,35 +148,21 @@ def decide(
         if argmax_of(segment_max, segment_argmax, row, VOCAB, NUM_SEGMENTS, BLOCK_SEGMENTS) == draft:
             p_t += 1.0
     else:
-        tokens = row_tokens(
-            logits,
-            logit_rows,
-            temperatures,
-            segment_max,
-            num_candidates,
-            candidate_ids,
-            candidate_weights,
-            row,
-            sample,
-            num_truncated,
-            VOCAB,
-            NUM_SEGMENTS,
-            BLOCK_SEGMENTS,
-            NUM_CANDIDATES,
-        )
-        least = tl.load(min_p + row)
-        threshold = least.to(tl.int32, bitcast=True)
+        threshold = tl.load(min_p + row).to(tl.int32, bitcast=True)
         last_tie = tl.full([], VOCAB, tl.int32)
         mass = row_sum(segment_mass, sample, NUM_SEGMENTS, BLOCK_SEGMENTS)
-        if sample < num_truncated:
-            threshold, last_tie, mass = truncate(
-                tokens, mass, tl.load(top_k + row), tl.load(top_p + row), least, VOCAB, BLOCK
-            )
-        tl.store(thresholds + sample, threshold)
-        tl.store(last_ties + sample, last_tie)
-        tl.store(kept_mass + sample, mass)
+        if sample < num_truncated:  # `cut` has been here
+            threshold = tl.load(thresholds + sample)
+            last_tie = tl.load(last_ties + sample)
+            mass = tl.load(kept_mass + sample)
+        else:
+            tl.store(thresholds + sample, threshold)
+            tl.store(last_ties + sample, last_tie)
+            tl.store(kept_mass + sample, mass)
         if draft >= 0:
-            weight = weights_of(tl.load(tokens[0] + draft), tokens[1], tokens[2])
+            logit = tl.load(logits + tl.load(logit_rows + row) * VOCAB + draft)
+            largest = row_max(segment_max, row, NUM_SEGMENTS, BLOCK_SEGMENTS)
+            weight = weights_of(logit, largest, tl.load(temperatures + row))
             if is_kept(draft.to(tl.int32), weight, threshold, last_tie):
                 p_t += weight.to(tl.float64) * MASS_UNIT / mass.to(tl.float64)
     if (verdict == END) & (draft >= 0):

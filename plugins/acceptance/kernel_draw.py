@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from dspark_trt_plugins.acceptance.form import PROB_BITS, RESIDUAL_MASS_EPSILON
-from dspark_trt_plugins.acceptance.kernel import MASS_UNIT
+from dspark_trt_plugins.acceptance.kernel import MASS_UNIT, find
+from dspark_trt_plugins.acceptance.kernel_candidates import is_kept, load_tokens, row_tokens
 from dspark_trt_plugins.acceptance.kernel_decision import (
     BROKEN,
     EMPTY,
@@ -22,7 +23,6 @@ from dspark_trt_plugins.acceptance.kernel_decision import (
     draft_probs,
     uniform_of,
 )
-from dspark_trt_plugins.acceptance.kernel_truncation import is_kept, load_tokens, row_tokens
 
 PROB_UNIT = tl.constexpr(float(1 << PROB_BITS))
 LEAST_RESIDUAL = tl.constexpr(int(RESIDUAL_MASS_EPSILON * (1 << PROB_BITS)))
@@ -137,14 +137,6 @@ def measure(
 
 
 @triton.jit
-def find(masses, position, indices):
-    """The first index whose cumulative mass exceeds `position`, and what of it is left there."""
-    cumulative = tl.cumsum(masses, axis=0)
-    index = tl.sum((cumulative <= position).to(tl.int32), axis=0)
-    return index, position - tl.sum(tl.where(indices < index, masses, 0), axis=0)
-
-
-@triton.jit
 def choose(
     logits,  # [L, V]
     logit_rows,  # [A]
@@ -233,11 +225,10 @@ def choose(
         border = (tl.load(thresholds + sample), tl.load(last_ties + sample), tl.load(kept_mass + sample))
         segments = tl.arange(0, BLOCK_SEGMENTS)
         at = sample * NUM_SEGMENTS + segments
-        masses = tl.load(target_mass + at, mask=segments < NUM_SEGMENTS, other=0)
-        excesses = tl.load(residual_mass + at, mask=segments < NUM_SEGMENTS, other=0)
-        uniform = uniform_of(bonus_words, row)
-        if verdict == REJECTED:
-            uniform = uniform_of(residual_words, row)
+        is_segment = segments < NUM_SEGMENTS
+        masses = tl.load(target_mass + at, mask=is_segment, other=0)
+        excesses = tl.load(residual_mass + at, mask=is_segment, other=0)
+        uniform = tl.where(verdict == REJECTED, uniform_of(residual_words, row), uniform_of(bonus_words, row))
         is_residual = (verdict == REJECTED) & (tl.sum(excesses, axis=0) > LEAST_RESIDUAL)
         masses = tl.where(is_residual, excesses, masses)
         whole = tl.sum(masses, axis=0)
@@ -246,8 +237,8 @@ def choose(
         outcome += 1
         begin = segment * SEGMENT
         for offset in range(begin, tl.minimum(begin + SEGMENT, tokens[4]), BLOCK):
+            indices = tl.arange(0, BLOCK)
             if position >= 0:  # not found yet
-                indices = tl.arange(0, BLOCK)
                 ids, p_t, excess = probs_of(tokens, drafting, border, offset + indices, is_residual)
                 of_block = tl.where(is_residual, excess, p_t)
                 index, _ = find(of_block, position, indices)

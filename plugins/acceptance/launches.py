@@ -3,7 +3,7 @@
     summarise, decide, choose                                   always
     summarise_drafts, weigh_drafts                              where drafts were drawn
     weigh, measure                                              where rows are sampled
-    gather                                                      where some of them have top_k or top_p
+    gather, cut                                                 where some of them have top_k or top_p
     edit, restore                                               where logits are edited
     rank, report                                                where log probabilities are wanted
 
@@ -153,8 +153,9 @@ class AcceptanceOperation:
             Kernel("summarise_drafts", "kernel.summarise_drafts", num_warps=8),
             Kernel("weigh_drafts", "kernel.weigh_drafts", num_warps=8),
             Kernel("weigh", "kernel.weigh", num_warps=8),
-            Kernel("gather", "kernel_truncation.gather", num_warps=8),
-            Kernel("decide", "kernel_decision.decide", num_warps=16),
+            Kernel("gather", "kernel_candidates.gather", num_warps=8),
+            Kernel("cut", "kernel_border.cut", {"BLOCK": self.form.block_tokens // 2}, num_warps=8),
+            Kernel("decide", "kernel_decision.decide", num_warps=1),
             Kernel("measure", "kernel_draw.measure", num_warps=8),
             Kernel("choose", "kernel_draw.choose", num_warps=8),
             Kernel("restore", "kernel_edits.restore"),
@@ -201,6 +202,7 @@ class AcceptanceOperation:
             Launch("weigh_drafts", (extents["X"], draft_segments)),
             Launch("weigh", (extents["S"], segments), truncated),
             Launch("gather", (extents["T"], segments)),
+            Launch("cut", (extents["T"], 1), truncated),
             Launch("decide", (num_rows, 1), truncated),
             Launch("measure", (extents["S"], segments), truncated),
             Launch("choose", (num_rows, 1), truncated),

@@ -53,7 +53,7 @@ def counts_of(
 @pytest.mark.parametrize("num_requests", [1, 32])
 @pytest.mark.parametrize(
     ("params", "num_operations"),
-    [([GREEDY], 5), ([PUBLISHED], 10), ([{"temperature": 1.0}], 9), ([EVERYTHING], 14), (MIXED, 14)],
+    [([GREEDY], 5), ([PUBLISHED], 11), ([{"temperature": 1.0}], 9), ([EVERYTHING], 15), (MIXED, 15)],
     ids=["greedy", "published", "plain sampling", "everything", "mixed"],
 )
 def test_a_step_takes_few_operations_and_one_wait(

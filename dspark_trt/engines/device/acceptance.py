@@ -11,26 +11,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from dspark_trt_plugins.acceptance.form import AcceptanceForm
 from dspark_trt_plugins.acceptance.launches import AcceptanceOperation
 from dspark_trt_plugins.acceptance.reference import acceptance
-from dspark_trt_plugins.operation import Extents, Tensor, extents_of, workspace_offsets
+from dspark_trt_plugins.operation import Extents, extents_of, workspace_offsets
 from numpy.typing import NDArray
 
 from dspark_trt.contract.acceptance import AcceptBatch, AcceptOutcomes
-from dspark_trt.contract.bindings import Binding
-from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.engines.device.buffers import FetchedBlock, Layout, StagedInputs
 from dspark_trt.engines.device.errors import torch_errors
 
 # Launches the operation on addresses: of inputs, outputs and workspace by tensor name
 Launch = Callable[[Extents, Mapping[str, int]], None]
 SMALLEST_INPUT_BYTES = 1 << 16
-
-
-def acceptance_operation(target: TargetDims, drafter: DrafterDims | None = None) -> AcceptanceOperation:
-    """The operation that accepts drafts of this pair. Raises ValueError when the kernels cannot compute its sizes."""
-    return AcceptanceOperation(AcceptanceForm(target.vocab_size, (drafter.gamma if drafter else 0) + 1))
 
 
 class DeviceAcceptance:
@@ -58,13 +50,11 @@ class DeviceAcceptance:
         self._device = device
         self._launch = launch
         form = operation.form
-        self._host_bindings = _bindings(operation.host_inputs)
-        self._output_bindings = _bindings(operation.outputs)
         num_rows = max_requests * form.num_slots
         most = dict.fromkeys("ASTXUP", num_rows) | {"E": 0}
         with torch_errors("buffers of acceptance"):
-            self._inputs = StagedInputs(max(Layout(self._host_bindings, most).end, SMALLEST_INPUT_BYTES), device)
-            self._fetched = FetchedBlock(Layout(self._output_bindings, most).end, device)
+            self._inputs = StagedInputs(max(Layout(operation.host_inputs, most).end, SMALLEST_INPUT_BYTES), device)
+            self._fetched = FetchedBlock(Layout(operation.outputs, most).end, device)
             self._workspace = torch.empty(self._workspace_bytes(most), dtype=torch.uint8, device=device)
             self._no_drafts = torch.zeros((1, form.num_draft_columns), device=device)
             self._columns = None if draft_columns is None else torch.from_numpy(draft_columns).to(device)
@@ -73,7 +63,8 @@ class DeviceAcceptance:
         self, batch: AcceptBatch, logits: torch.Tensor, draft_logits: torch.Tensor | None
     ) -> Callable[[], AcceptOutcomes]:
         """Raises EngineBuildError when the device fails. Nothing is waited for here."""
-        arrays = {binding.name: getattr(batch, binding.name) for binding in self._host_bindings}
+        operation = self._operation
+        arrays = {tensor.name: getattr(batch, tensor.name) for tensor in operation.host_inputs}
         with torch_errors("acceptance"):
             drafts = self._no_drafts
             if draft_logits is not None and len(batch.drawn_rows):
@@ -83,10 +74,9 @@ class DeviceAcceptance:
             device_arrays = {"logits": logits, "draft_logits": drafts}
             if self._columns is not None:
                 device_arrays["draft_columns"] = self._columns
-            inputs = self._operation.inputs
-            shapes = [(device_arrays.get(tensor.name, arrays.get(tensor.name))).shape for tensor in inputs]  # type: ignore[union-attr]
-            extents = extents_of(inputs, shapes)
-            layout, outputs = Layout(self._host_bindings, extents), Layout(self._output_bindings, extents)
+            shapes = {name: array.shape for name, array in (arrays | device_arrays).items()}
+            extents = extents_of(operation.inputs, [shapes[tensor.name] for tensor in operation.inputs])
+            layout, outputs = Layout(operation.host_inputs, extents), Layout(operation.outputs, extents)
             if layout.end > len(self._inputs.memory):  # edits of long texts
                 self._inputs = StagedInputs(2 * layout.end, self._device)
             self._inputs.send((layout, arrays))
@@ -120,10 +110,6 @@ class DeviceAcceptance:
 
     def _workspace_bytes(self, extents: Extents) -> int:
         return workspace_offsets(self._operation.workspace, extents)[1]
-
-
-def _bindings(tensors: tuple[Tensor, ...]) -> list[Binding]:
-    return [Binding(tensor.name, tensor.element_type, tensor.shape) for tensor in tensors]
 
 
 def _rows_of(draft_logits: torch.Tensor) -> tuple[torch.Tensor, int, int]:

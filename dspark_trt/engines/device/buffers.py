@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dspark_trt_plugins.operation import Tensor
 from numpy.typing import NDArray
 
 from dspark_trt.contract.bindings import Binding
@@ -33,7 +34,7 @@ class _Place:
 class Layout:
     """Where tensors of given shapes stand in a block of bytes, one behind the other."""
 
-    def __init__(self, tensors: Iterable[Binding], extents: Mapping[str, int], *, begin: int = 0) -> None:
+    def __init__(self, tensors: Iterable[Binding | Tensor], extents: Mapping[str, int], *, begin: int = 0) -> None:
         """`extents` gives the size of every letter in the bindings' shapes."""
         self.begin = begin
         self._places: dict[str, _Place] = {}

@@ -13,7 +13,8 @@ import torch
 from dspark_trt_plugins.bundle import KernelBundle
 
 from dspark_trt.contract.dims import DrafterDims, TargetDims
-from dspark_trt.engines.device.acceptance import DeviceAcceptance, acceptance_operation, compiled_launch
+from dspark_trt.contract.forms import acceptance_operation
+from dspark_trt.engines.device.acceptance import DeviceAcceptance, compiled_launch
 from dspark_trt.engines.device.buffers import with_index
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
@@ -40,7 +41,7 @@ class DeviceEngines:
     target: DeviceTargetEngine
     drafter: DeviceDraftEngine
     step: DeviceStepEngine
-    acceptance: DeviceAcceptance | None  # None: on a GPU without its kernels, where the runtime accepts slot by slot
+    acceptance: DeviceAcceptance | None  # None: without kernels for these sizes, where the runtime goes slot by slot
     synchronize: Callable[[], None]  # waits for everything that was enqueued; for time measurement
 
 
@@ -78,8 +79,8 @@ def open_device_engines(
 def _open_acceptance(
     target: TargetDims, drafter: DrafterDims, device: torch.device, kernels: KernelBundle | None
 ) -> DeviceAcceptance | None:
-    if device.type != "cpu" and kernels is None:
-        return None
     operation = acceptance_operation(target, drafter)
+    if operation is None or (device.type != "cpu" and kernels is None):
+        return None
     launch = None if kernels is None else compiled_launch(operation, kernels, device)
     return DeviceAcceptance(operation, device, max_requests=target.limits.max_requests, launch=launch)

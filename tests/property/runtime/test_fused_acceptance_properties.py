@@ -1,4 +1,4 @@
-"""All slots at once give what slot after slot gives: the same tokens of the same random words, whatever is asked for."""
+"""All slots at once give what slot after slot gives: the same tokens of the same random words."""
 
 from __future__ import annotations
 
@@ -76,7 +76,9 @@ def told(result: Acceptance) -> tuple[Any, ...]:
 
 @settings(max_examples=120, derandomize=True, deadline=None)
 @given(requests=st.lists(REQUESTS, min_size=1, max_size=3), has_vocabulary=st.booleans())
-def test_all_slots_at_once_give_what_slot_after_slot_gives(requests: list[dict[str, Any]], has_vocabulary: bool) -> None:
+def test_all_slots_at_once_give_what_slot_after_slot_gives(
+    requests: list[dict[str, Any]], has_vocabulary: bool
+) -> None:
     expected = accept(*make_step(requests, has_vocabulary=has_vocabulary))
     segments, logits, block = make_step(requests, has_vocabulary=has_vocabulary)
     before = logits.copy()

@@ -177,7 +177,7 @@ def test_the_same_inputs_give_the_same_bits_and_nothing_is_launched_for_nothing(
 
 
 def test_forms_that_cannot_be_computed_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"vocab_size: expected 1 to 262144, found 262145"):
-        replace(FORM, vocab_size=262145)
+    with pytest.raises(ValueError, match=r"vocab_size: expected 1 to 524287, found 524288"):
+        replace(FORM, vocab_size=524288)
     with pytest.raises(ValueError, match=r"num_slots: expected 1 to 63, found 64"):
         replace(FORM, num_slots=64)

@@ -1,9 +1,6 @@
 # mypy: ignore-errors
 # (Triton's language is Python by syntax only: its types are not Python's.)
-"""What top_k, top_p and min_p keep of a row: first the few tokens that can be kept at all, then the exact border.
-
-Nothing is sorted. Weights are not negative, so their bits are ordered as they are, and the border is found bit by bit:
-the largest value above which, itself included, there are top_k tokens, or there is a mass of top_p.
+"""The few tokens of a row that top_k or top_p can keep at all, gathered in a list; and how sampled rows are read.
 
 Shape letters: as in `launches.py`.
 """
@@ -17,7 +14,6 @@ from dspark_trt_plugins.acceptance.kernel import (
     FIRST_BIN,
     INFINITY,
     MASS_UNIT,
-    as_mass,
     bin_of,
     row_max,
     row_sum,
@@ -151,77 +147,3 @@ def is_kept(ids, weights, threshold, last_tie):
     """threshold: a weight's bits; of the tokens of this weight those up to the id `last_tie` are kept."""
     bits = weights.to(tl.int32, bitcast=True)
     return (weights >= 0) & ((bits > threshold) | ((bits == threshold) & (ids <= last_tie)))
-
-
-@triton.jit
-def find_border(tokens, wanted, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest weight, as bits, so that the weights from it on have at least the mass or number `wanted`."""
-    num_places = tokens[4]
-    border = tl.zeros([], tl.int32)
-    for step in range(0, 30):  # weights are at most 1, 0x3F800000
-        trial = border | (1 << (29 - step))
-        sums = tl.zeros([BLOCK], tl.int64)
-        for first in range(0, num_places, BLOCK):
-            _, weights = load_tokens(tokens, first + tl.arange(0, BLOCK))
-            is_above = weights.to(tl.int32, bitcast=True) >= trial
-            if BY_MASS:
-                sums += tl.where(is_above, as_mass(weights), 0)
-            else:
-                sums += is_above.to(tl.int64)
-        border = tl.where(tl.sum(sums, axis=0) >= wanted, trial, border)
-    return border
-
-
-@triton.jit
-def sums_at(tokens, threshold, last_tie, BLOCK: tl.constexpr):
-    """Mass of what is kept, mass above the threshold, and the number of tokens at it."""
-    num_places = tokens[4]
-    kept = tl.zeros([BLOCK], tl.int64)
-    above = tl.zeros([BLOCK], tl.int64)
-    ties = tl.zeros([BLOCK], tl.int64)
-    for first in range(0, num_places, BLOCK):
-        ids, weights = load_tokens(tokens, first + tl.arange(0, BLOCK))
-        bits = weights.to(tl.int32, bitcast=True)
-        masses = as_mass(weights)
-        kept += tl.where(is_kept(ids, weights, threshold, last_tie), masses, 0)
-        above += tl.where(bits > threshold, masses, 0)
-        ties += (bits == threshold).to(tl.int64)
-    return tl.sum(kept, axis=0), tl.sum(above, axis=0), tl.sum(ties, axis=0)
-
-
-@triton.jit
-def id_of_tie(tokens, threshold, number, BLOCK: tl.constexpr):
-    """The id of the `number`-th token whose weight is the threshold."""
-    num_places = tokens[4]
-    found = tl.zeros([], tl.int32)
-    num_before = tl.zeros([], tl.int64)
-    for first in range(0, num_places, BLOCK):
-        ids, weights = load_tokens(tokens, first + tl.arange(0, BLOCK))
-        is_tie = (weights.to(tl.int32, bitcast=True) == threshold).to(tl.int64)
-        rank = num_before + tl.cumsum(is_tie, axis=0)
-        found += tl.sum(tl.where((is_tie == 1) & (rank == number), ids, 0), axis=0)
-        num_before += tl.sum(is_tie, axis=0)
-    return found
-
-
-@triton.jit
-def truncate(tokens, mass, k, share, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """(threshold, last_tie, mass) of what top_k, top_p = `share` and min_p = `least` keep of a row of this mass."""
-    border = tl.zeros([], tl.int32)
-    threshold = least.to(tl.int32, bitcast=True)
-    last_tie = tl.full([], VOCAB, tl.int32)
-    if (k > 0) & (k < VOCAB):
-        border = find_border(tokens, k, False, BLOCK)
-        mass, _, _ = sums_at(tokens, border, last_tie, BLOCK)
-    if share < 1.0:
-        wanted = tl.ceil(share.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
-        wanted = tl.minimum(tl.maximum(wanted, 1), mass)
-        border = find_border(tokens, wanted, True, BLOCK)
-        _, above, num_ties = sums_at(tokens, border, last_tie, BLOCK)
-        of_tie = as_mass(border.to(tl.float32, bitcast=True))
-        num_kept = (wanted - above + of_tie - 1) // of_tie
-        if (num_kept < num_ties) & (border >= threshold):
-            last_tie = id_of_tie(tokens, border, num_kept, BLOCK)
-    threshold = tl.maximum(threshold, border)
-    mass, _, _ = sums_at(tokens, threshold, last_tie, BLOCK)
-    return threshold, last_tie, mass
