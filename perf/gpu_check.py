@@ -9,7 +9,7 @@ some (T) tensorrt or tensorrt_rtx besides.
 |---|---|---|
 | kernels | MarkovHead and PrefixSelect against their references, in CUDA graphs, with poisoned surroundings | |
 | attention kernels | the same of RowAttention, prompt chunks too | |
-| acceptance kernels | the same of Acceptance, at Qwen3's vocabulary too, and its time with Qwen3's defaults at 1 and 32 requests | |
+| acceptance kernels | the same of Acceptance, and its time with Qwen3's defaults at 1 and 32 requests | |
 | device sessions | the graphs in PyTorch with the compiled kernels: against the CPU, in CUDA graphs | P |
 | device runtime | greedy identity, chi-square, CUDA graphs and stream order on the CUDA reference engine | P |
 | plugin microbenchmark | all plugins against straightforward torch and against the byte floor | |

@@ -83,7 +83,8 @@ def sample(
     """Outputs of `num_samples` requests with seeds 0, 1, 2 …, among others that only make rows and loads change.
 
     duplicates: every request has a second one of the same seed, prompt and length beside it, whose output is not
-    counted. fused: a step engine drafts, selects and verifies. at_once: an engine accepts, all slots in one call. lookup: drafts may be copied from a request's own text.
+    counted. fused: a step engine drafts, selects and verifies. at_once: an engine accepts, all slots in one call.
+    lookup: drafts may be copied from a request's own text.
     """
     target = ToyTarget(LANGUAGE, LIMITS)
     drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence, draft_vocab=draft_vocab)
