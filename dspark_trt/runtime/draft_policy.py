@@ -101,18 +101,23 @@ class DraftPolicy:
         if not num_requests or not step.caps.any():
             return DraftChoice.nobody(num_requests)
         if lookup_survival is None:
-            return self._with_explored(step, self._best_or_last(step, _NO_LOOKUPS), may_explore=step.caps > 0)
+            return self._with_explored(step, self._best_or_last(step, _NO_LOOKUPS))
         found = lookup_survival.sum(axis=1)
         choice = self._best_or_last(step, lookup_survival)
         is_better = found > self._last_promise
         if is_better.any():
             choice = _without(choice, is_better)
-        choice = self._with_explored(step, choice, may_explore=(step.caps > 0) & ~is_better)
+        choice = self._with_explored(step, choice, is_excluded=is_better)
         return replace(choice, is_looking_up=(found > 0) & ~choice.is_drafting)
 
-    def _with_explored(self, step: Decoding, choice: DraftChoice, *, may_explore: NDArray[np.bool_]) -> DraftChoice:
-        choice = self._explore(step, choice, may_explore=may_explore)
-        self._seen_at[step.rows[choice.is_drafting]] = self._num_steps
+    def _with_explored(
+        self, step: Decoding, choice: DraftChoice, *, is_excluded: NDArray[np.bool_] | None = None
+    ) -> DraftChoice:
+        if self._num_steps % STEPS_BETWEEN_LOOKS == 0:
+            may_explore = step.caps > 0 if is_excluded is None else (step.caps > 0) & ~is_excluded
+            choice = self._explore(step, choice, may_explore=may_explore)
+        if choice.num_slots:
+            self._seen_at[step.rows[choice.is_drafting]] = self._num_steps
         return choice
 
     def move_row(self, source: int, destination: int) -> None:
@@ -149,6 +154,7 @@ class DraftPolicy:
         threshold = plain * (1.0 + (KEPT_GAIN if was_drafting else MIN_GAIN))
         # what is expected is compared by what it has been worth so far
         best, best_slots, best_count = threshold / self.realised.factor(num_requests), 0, 0
+        last, num_falls = 0.0, 0
         for count in _halved(len(order)):
             chosen = order[:count]
             looked_up = lookup_survival
@@ -157,7 +163,7 @@ class DraftPolicy:
                 looked_up = looked_up[looked_up > 0]
             pending = int(step.num_pending[chosen].sum())
             host = self._prices.drafting_host(count)
-            before = 0.0
+            before = of_count = 0.0
             for num_slots in self._slot_counts:
                 values = -np.sort(-np.append(survival[chosen, :, :num_slots], looked_up))
                 tokens = num_requests + np.cumsum(values)[NUM_QUANTILES - 1 :: NUM_QUANTILES] / NUM_QUANTILES
@@ -166,9 +172,14 @@ class DraftPolicy:
                 throughput = self._reached(np.concatenate(([num_requests], tokens)) / cost)
                 if throughput > best:
                     best, best_slots, best_count = throughput, num_slots, count
+                of_count = max(of_count, throughput)
                 if throughput < before:  # further slots survive even less
                     break
                 before = throughput
+            num_falls = num_falls + 1 if of_count < last else 0
+            if num_falls == 2:  # with ever fewer requests that draft it only falls further
+                break
+            last = of_count
         if not best_slots:
             return DraftChoice.nobody(num_requests)
         is_drafting = np.zeros(num_requests, dtype=np.bool_)
@@ -185,7 +196,7 @@ class DraftPolicy:
 
     def _explore(self, step: Decoding, choice: DraftChoice, *, may_explore: NDArray[np.bool_]) -> DraftChoice:
         """Add the request whose drafts were seen longest ago, when enough time has been saved up for it."""
-        if self._num_steps % STEPS_BETWEEN_LOOKS or choice.is_drafting.all():
+        if choice.is_drafting.all():
             return choice
         is_new = self._seen_generation[step.rows] != step.generations
         self._seen_generation[step.rows] = step.generations

@@ -89,11 +89,13 @@ class Offer:
     @property
     def free_caps(self) -> Ints:
         """Drafts that compete for admission, [R]: none of a forced request."""
-        return np.where(self.is_forced, 0, self.caps)
+        return np.where(self.is_forced, 0, self.caps) if self.is_forced.any() else self.caps
 
     def price(self, survival: Floats) -> tuple[float, Floats]:
         """Tokens expected without any competing draft, and milliseconds with 0, 1, 2, ... of them."""
         assert self.step_ms is not None, "the adaptive modes price steps"
+        if not self.is_forced.any():
+            return float(self.num_requests), self.step_ms
         is_forced_slot = np.arange(survival.shape[1])[None, :] < (self.caps - self.free_caps)[:, None]
         return self.num_requests + float(survival[is_forced_slot].sum()), self.step_ms[int(is_forced_slot.sum()) :]
 
@@ -180,8 +182,7 @@ class PrefixScheduler:
     def advance(self) -> None:
         """A step begins. One that drafted nothing still makes the survivals of those before it a step older."""
         if not self._is_recorded:
-            nobody = np.empty(0, dtype=np.int64)
-            self._history.record(nobody, nobody, np.empty((0, self._calibration.gamma)))
+            self._history.record_nothing()
         self._is_recorded = False
 
     def move_row(self, source: int, destination: int) -> None:
