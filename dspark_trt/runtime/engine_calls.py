@@ -32,7 +32,7 @@ from dspark_trt.errors import CapacityError
 from dspark_trt.runtime.acceptance import Acceptance
 from dspark_trt.runtime.arrays import wait_for
 from dspark_trt.runtime.drafting import DraftBlock, DraftVocabulary, draft_batch, draft_block
-from dspark_trt.runtime.fused_acceptance import Decided, accept_batch
+from dspark_trt.runtime.fused_acceptance import Decided, decide
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
 from dspark_trt.runtime.pending_taps import PendingTaps
@@ -142,7 +142,7 @@ class EngineCalls:
         self._record_batch(plan, int(verify_lens.sum()))
         with self._call("verify_ms", plan.states):
             output = self.target.forward(batch)
-            decided = self._decide(segments, output.logits, block)
+            decided = self._await(segments, output, block)
         self._record_verification(plan)
         return segments, output, decided
 
@@ -168,7 +168,7 @@ class EngineCalls:
         packed, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
         self._packed_ids = packed.token_ids
         with self._call("verify_ms", plan.states):
-            decided = self._decide(segments, output.target.logits, block)
+            decided = self._await(segments, output.target, block)
         self._record_verification(plan)
         return block, segments, output.target, decided
 
@@ -250,17 +250,12 @@ class EngineCalls:
         vocab_size = self.target.vocab_size
         return draft_block(batch, draft_logits, draft_ids, confidence_logits, self._draft_vocabulary, vocab_size)
 
-    def _decide(self, segments: Sequence[Segment], logits: Any, block: DraftBlock | None) -> Decided | None:
+    def _await(self, segments: Sequence[Segment], output: TargetOutput, block: DraftBlock | None) -> Decided | None:
         """Wait for the target, and for what became of its drafts where an engine accepts them."""
-        draft_logits = None if block is None else block.draft_logits
-        num_slots = 0 if draft_logits is None else draft_logits.shape[1]
-        batch = None
-        if self.acceptance is not None:
-            batch = accept_batch(segments, block, self.target.vocab_size, num_slots)
-        if self.acceptance is None or batch is None:
-            wait_for(logits)
-            return None
-        return Decided(batch, self.acceptance.accept(batch, logits, draft_logits)())
+        decided = decide(self.acceptance, segments, output.logits, block, self.target.vocab_size)
+        if decided is None:
+            wait_for(output.logits)
+        return decided
 
     def _reserve(self, plan: StepPlan, verify_lens: NDArray[np.int64]) -> None:
         for state, verify_len in zip(plan.decode, verify_lens.tolist(), strict=True):

@@ -16,7 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.contract.acceptance import ACCEPTED, ALL_MASKED, NOT_FINITE, NOT_REACHED, AcceptBatch, AcceptOutcomes
+from dspark_trt.contract.acceptance import (
+    ACCEPTED,
+    ALL_MASKED,
+    NOT_FINITE,
+    NOT_REACHED,
+    AcceptBatch,
+    AcceptEngine,
+    AcceptOutcomes,
+)
 from dspark_trt.runtime.acceptance import NOT_FINITE_ERROR, Acceptance
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.edits import TokenEdits, token_edits
@@ -33,6 +41,16 @@ class Decided:
 
     batch: AcceptBatch
     found: AcceptOutcomes
+
+
+def decide(
+    engine: AcceptEngine | None, segments: Sequence[Segment], logits: Any, block: DraftBlock | None, vocab_size: int
+) -> Decided | None:
+    """What became of a step's rows, logits [L, V]; waits for it. None without an engine, or where no row is decided."""
+    draft_logits = None if block is None else block.draft_logits
+    num_slots = 0 if draft_logits is None else draft_logits.shape[1]
+    batch = None if engine is None else accept_batch(segments, block, vocab_size, num_slots)
+    return None if engine is None or batch is None else Decided(batch, engine.accept(batch, logits, draft_logits)())
 
 
 def accept_batch(

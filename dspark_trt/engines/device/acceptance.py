@@ -64,6 +64,7 @@ class DeviceAcceptance:
     ) -> Callable[[], AcceptOutcomes]:
         """Raises EngineBuildError when the device fails. Nothing is waited for here."""
         operation = self._operation
+        assert batch.slots.max(initial=0) < operation.form.num_slots, "a block is longer than its kernels are made for"
         arrays = {tensor.name: getattr(batch, tensor.name) for tensor in operation.host_inputs}
         with torch_errors("acceptance"):
             drafts = self._no_drafts
@@ -77,6 +78,7 @@ class DeviceAcceptance:
             shapes = {name: array.shape for name, array in (arrays | device_arrays).items()}
             extents = extents_of(operation.inputs, [shapes[tensor.name] for tensor in operation.inputs])
             layout, outputs = Layout(operation.host_inputs, extents), Layout(operation.outputs, extents)
+            assert outputs.end <= len(self._fetched.memory), "more rows than requests can have"
             if layout.end > len(self._inputs.memory):  # edits of long texts
                 self._inputs = StagedInputs(2 * layout.end, self._device)
             self._inputs.send((layout, arrays))
