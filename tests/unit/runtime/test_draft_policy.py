@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dspark_trt.contract.calibration import blocks_around
 from dspark_trt.runtime.corrections import TimeCorrection
-from dspark_trt.runtime.draft_policy import EXPLORATION_SHARE, FIRST_LOOK_SHARE, Decoding, DraftChoice, DraftPolicy
+from dspark_trt.runtime.draft_choice import Decoding, DraftChoice
+from dspark_trt.runtime.draft_policy import EXPLORATION_SHARE, FIRST_LOOK_SHARE, DraftPolicy
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.survival_history import SurvivalHistory
 from dspark_trt.steptable.table import StepTable
@@ -128,8 +131,16 @@ def test_a_request_takes_its_lookup_where_that_promises_more_than_a_block() -> N
 
 def test_a_lookup_is_taken_where_the_drafter_does_not_pay() -> None:
     batch = Batch([BAD], table(draft_share=5.0), prior=BAD)
-    looked_up = np.full((1, GAMMA), 0.005)
+    looked_up = 0.3 ** np.arange(1, GAMMA + 1)[None, :]
     assert batch.step(looked_up=looked_up).is_looking_up.all()
+
+
+def test_copies_that_bring_less_than_their_time_outside_the_engines_are_left_alone() -> None:
+    looked_up = 0.3 ** np.arange(1, GAMMA + 1)[None, :]
+    steps = replace(table(draft_share=5.0), host_ms=(0.0,) * len(COUNTS), drafting_host_ms=(12.0,) * len(COUNTS))
+    batch = Batch([BAD], steps, prior=BAD)
+    assert not batch.step(looked_up=looked_up).is_looking_up.any()
+    assert batch.step(looked_up=np.ones((1, GAMMA))).is_looking_up.all()
 
 
 def test_the_drafter_has_to_beat_the_lookups_and_not_only_a_plain_step() -> None:
@@ -164,3 +175,13 @@ def test_one_decision_takes_no_row_count_that_the_table_lacks() -> None:
     single = StepTable(num_requests=(1,), extra_tokens=(0, 1), step_ms=(((10.0, 11.0),),), draft_ms=(((1.0,),),))
     batch = Batch([GOOD] * 5, single)
     assert batch.run(10)[-1].is_drafting.shape == (5,)
+
+
+def test_blocks_of_a_row_that_another_request_moved_to_are_forgotten() -> None:
+    history = SurvivalHistory(num_rows=2, gamma=GAMMA, prior=blocks_around(GOOD))
+    history.record(np.array([0]), np.array([5]), BAD[None])
+    history.move(1, 0)  # its occupant has drafted nothing
+    before = history.expected(np.array([0]), np.array([6]))
+    history.record_nothing()
+    history.record_nothing()
+    np.testing.assert_array_equal(history.expected(np.array([0]), np.array([6])), before)
