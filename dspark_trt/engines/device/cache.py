@@ -26,7 +26,8 @@ class DeviceCache:
 
     Attention without the plugin reads whole rows and hides by a mask what is not valid, but 0 * NaN is NaN: what lies
     there must be finite. So the pool begins with zeros, and a row that a request begins in is cleared of what the last
-    one left (`prepare`); otherwise one request whose numbers overflow would spoil its row for good.
+    one left (`prepare`, or `move_row` where its first positions are there already); otherwise one request whose numbers
+    overflow would spoil its row for good.
     """
 
     def __init__(self, dims: TargetDims | DrafterDims, device: torch.device) -> None:
@@ -64,19 +65,25 @@ class DeviceCache:
     def prepare(self, rows: Int64, past_lengths: Int64, num_positions: int) -> None:
         """Before a call that writes up to `num_positions` positions of some rows: clear the rows that begin."""
         for row in rows[past_lengths == 0] if self._num_behind else ():
-            behind = slice(self._max_seq_len, self._max_seq_len + self._num_behind)
-            for positions in (slice(0, int(self._written[row])), behind):
-                for pool in self._pools:
-                    pool[:, :, row, :, positions].zero_()
-            self._written[row] = 0
+            self._clear(int(row), 0)
         self._written[rows] = np.maximum(self._written[rows], past_lengths + num_positions)
         self._num_behind = max(self._num_behind, num_positions)
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
-        """Copy the live positions of a row, all layers of a shape in one kernel, on the current stream."""
-        for pool in self._pools:
-            pool[:, :, destination, :, :num_positions].copy_(pool[:, :, source, :, :num_positions])
-        self._written[destination] = max(self._written[destination], num_positions)
+        """Copy the first positions of a row, all layers of a shape in one kernel, on the current stream; clear what was
+        behind them."""
+        if source != destination:
+            for pool in self._pools:
+                pool[:, :, destination, :, :num_positions].copy_(pool[:, :, source, :, :num_positions])
+        self._clear(destination, num_positions)
+
+    def _clear(self, row: int, num_kept: int) -> None:
+        """Zero what was written in a row behind its first `num_kept` positions."""
+        behind = slice(self._max_seq_len, self._max_seq_len + self._num_behind)
+        for positions in (slice(num_kept, int(self._written[row])), behind):
+            for pool in self._pools:
+                pool[:, :, row, :, positions].zero_()
+        self._written[row] = num_kept
 
     def _tensors(self, group: str, first_row: int, num_rows: int) -> dict[str, torch.Tensor]:
         tensors = {}

@@ -39,7 +39,9 @@ class CachePool:
         return rows
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
-        """Copy the live positions of a row, all layers at once."""
+        """Copy the first positions of a row, all layers at once. What stands behind them is never read."""
+        if source == destination:
+            return
         for array in self._arrays.values():
             array[:, :, destination, :, :num_positions] = array[:, :, source, :, :num_positions]
 
