@@ -15,6 +15,7 @@ from dspark_trt.building.reprofile import table_for_here
 from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DraftSource, TargetSpec
 from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
@@ -36,6 +37,7 @@ class Deployment:
     target: TargetEngine
     drafter: DraftEngine | None  # None: drafts are copied from each request's own text
     step: StepEngine | None
+    acceptance: AcceptEngine | None  # None: the runtime accepts, slot by slot
     step_table: StepTable
     calibration: Calibration
     lookup: LookupAcceptance | None  # None: no drafts are copied from a request's own text
@@ -62,6 +64,7 @@ class Deployment:
             target=target or self.target,
             drafter=drafter or self.drafter,
             step_engine=None if is_wrapped else self.step,
+            acceptance=self.acceptance,
             step_table=self.step_table,
             calibration=self.calibration,
             lookup=self.lookup,
@@ -115,6 +118,7 @@ def load_deployment(folder: Path, *, step_table: Path | None = None) -> Deployme
         target=engines.target,
         drafter=engines.drafter,
         step=engines.step,
+        acceptance=engines.acceptance,
         step_table=table,
         calibration=calibration.calibration,
         lookup=calibration.lookup_acceptance if summary.recipe.lookup == "auto" else None,
