@@ -13,7 +13,7 @@ RECIPE := build/recipe
 LOCKED := -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --no-build-isolation \
 	--only-binary=:all: --no-binary=tensorrt-rtx-cu13
 
-.PHONY: venv demo drafter test test-rooms test-engines fuzz lint lock bom clean system-packages
+.PHONY: venv demo drafter test test-rooms test-engines fuzz lint lock bom audit clean system-packages
 
 venv: $(VENV)/.installed ## everything, into .venv
 
@@ -24,10 +24,12 @@ $(VENV)/.serving: pyproject.toml setup.py locks/serve.txt
 	$(PY) -m pip install -qq --no-deps --no-build-isolation --editable .
 	touch $@
 
-# what tests and lint need besides; torch by its version alone, because each index has a build of its own under it
-$(VENV)/.installed: $(VENV)/.serving locks/test.txt locks/kernels.txt
+# what tests and lint need besides; torch is for a CPU or for CUDA, as the index has it, and then needs CUDA's libraries
+$(VENV)/.installed: $(VENV)/.serving locks/test.txt locks/torch.txt locks/cuda.txt locks/kernels.txt
 	$(PY) $(LOCKED) --requirement locks/test.txt
-	$(PY) -m pip install --quiet torch==2.13.0
+	$(PY) $(LOCKED) --requirement locks/torch.txt
+	if $(PY) -c 'import importlib.metadata as m, sys; sys.exit("+cpu" in m.version("torch"))'; then \
+		$(PY) $(LOCKED) --requirement locks/cuda.txt; fi
 	$(PY) $(LOCKED) --requirement locks/kernels.txt
 	touch $@
 
@@ -38,6 +40,9 @@ lock: ## choose versions and sha256 again, after a change of pyproject.toml; UPG
 
 bom: $(VENV)/.serving ## bill of materials (CycloneDX) of what serving needs, into build/bom.json
 	$(PY) build_scripts/bill_of_materials.py build/bom.json
+
+audit: bom ## known vulnerabilities of what is locked or bundled; ADVISORIES=FILE: without a network; IGNORE="--ignore=ID"
+	$(PY) build_scripts/audit.py $(if $(ADVISORIES),--advisories=$(ADVISORIES)) $(IGNORE)
 
 system-packages: $(VENV)/.serving ## Debian packages that serving and load tests need, where apt-get may install them
 	build_scripts/install_system_packages.sh
