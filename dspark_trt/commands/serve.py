@@ -26,8 +26,11 @@ def serve(
     address: Annotated[
         str,
         typer.Option(
-            help="Address or name that all of them bind to; with a tritonserver before 2.59.1 only OpenAI's API does."
+            help="Address or name that HTTP, gRPC and OpenAI's API bind to; before tritonserver 2.59.1 only the last."
         ),
+    ] = "127.0.0.1",
+    metrics_address: Annotated[
+        str, typer.Option(help="Address or name that the metrics port binds to, from tritonserver 2.59.1 on.")
     ] = "127.0.0.1",
     openai_port: Annotated[
         int | None, typer.Option(help="OpenAI's API and a live page, for example 9000; 0: any free one.")
@@ -82,6 +85,7 @@ def serve(
         grpc_port,
         metrics_port,
         resolve_address(address),
+        resolve_address(metrics_address, "--metrics-address"),
         scheduler,
         admission=AdmissionLimits(
             max_queued_requests=max_queued,
