@@ -13,8 +13,8 @@ import pytest
 import yaml
 from fetch_debian_program import fetch
 
+from dspark_trt.server.arguments import EXIT_MARGIN_S
 from dspark_trt.server.openai import app as front_end
-from dspark_trt.server.supervisor import _EXIT_MARGIN_S
 from dspark_trt.serving import metrics
 from tests.support.nginx import configured
 
@@ -105,7 +105,7 @@ def test_pod_has_time_to_drain_and_services_and_scaler_name_what_is_there() -> N
     arguments = container["args"]
     drain_s = float(arguments[arguments.index("--drain-time") + 1])
     pause_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["spec"]["terminationGracePeriodSeconds"] > pause_s + drain_s + _EXIT_MARGIN_S
+    assert pod["spec"]["terminationGracePeriodSeconds"] > pause_s + drain_s + EXIT_MARGIN_S
     ports = {port["name"] for port in container["ports"]}
     for service in of_kind("Service"):
         assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
