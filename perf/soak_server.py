@@ -98,13 +98,15 @@ class SoakServer:
 
 
 @contextmanager
-def soak_server(build_dir: Path) -> Iterator[SoakServer]:
-    """A server of the build on free ports; ended, whatever happens in the block."""
+def soak_server(build_dir: Path, queue_time_s: float = 300.0) -> Iterator[SoakServer]:
+    """A server of the build on free ports, in whose queue a request may wait so long; ended, whatever happens in the
+    block."""
     options = with_ports(ServeOptions(0, 0, 0))
     ports = {name: str(getattr(options, f"{name}_port")) for name in ("http", "grpc", "metrics")}
     arguments = [part for name, port in ports.items() for part in (f"--{name}-port", port)]
+    arguments += ["--openai-port", "0", "--max-queue-time", f"{queue_time_s:g}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dspark_trt", "serve", str(build_dir), *arguments, "--openai-port", "0"],
+        [sys.executable, "-m", "dspark_trt", "serve", str(build_dir), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
