@@ -13,7 +13,7 @@ RECIPE := build/recipe
 LOCKED := -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --no-build-isolation \
 	--only-binary=:all: --no-binary=tensorrt-rtx-cu13
 
-.PHONY: venv demo drafter test test-rooms test-engines fuzz lint lock bom audit clean system-packages
+.PHONY: venv demo drafter test test-rooms test-engines fuzz lint lock bom audit clean system-packages test-packages
 
 venv: $(VENV)/.installed ## everything, into .venv
 
@@ -47,6 +47,9 @@ audit: bom ## known vulnerabilities of what is locked or bundled; ADVISORIES=FIL
 system-packages: $(VENV)/.serving ## Debian packages that serving and load tests need, where apt-get may install them
 	build_scripts/install_system_packages.sh
 
+test-packages: $(VENV)/.serving ## and the browser that looks at the live page
+	build_scripts/install_system_packages.sh chromium
+
 $(TARGET): | $(VENV)/.serving
 	$(PY) build_scripts/fetch_demo_target.py build/downloads
 
@@ -61,13 +64,13 @@ drafter: venv $(TARGET) ## train the demonstration drafter further on PROMPTS fo
 	PYTHONPATH=$(DRAFTER) $(PY) -m recipe.evaluate --target $(TARGET) --drafters $(DRAFTER) $(RECIPE)/run/drafter \
 		--prompts $(PROMPTS) --unseen-source humaneval mt-bench --draft-vocab 8192 --cache $(RECIPE)/evaluation
 
-test: venv system-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included; two halves side by side
+test: venv test-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included; two halves side by side
 	$(MAKE) --jobs=2 --output-sync=target test-rooms test-engines
 
 test-rooms: venv ## what needs no build of the demonstration pair
 	$(PY) -m pytest tests/unit tests/property tests/fuzz
 
-test-engines: venv system-packages $(TARGET) ## engines, transformers and a real tritonserver
+test-engines: venv test-packages $(TARGET) ## engines, transformers and a real tritonserver
 	$(PY) -m pytest tests/engine tests/golden tests/triton
 
 fuzz: venv ## hostile files and requests, new ones for MINUTES (60); tests/fuzz in `make test` tries the same few hundred
