@@ -33,6 +33,8 @@ def test_every_finding_names_a_test_that_there_is() -> None:
 
 
 def test_every_file_of_tests_that_the_page_names_is_there() -> None:
+    for folder in re.findall(r"`((?:unit|triton|engine|fuzz)/(?:[\w/]+)?)`", PAGE):
+        assert (REPOSITORY / "tests" / folder).is_dir(), folder
     for path, keyword in re.findall(r"`([\w/]+\.py)`(?: \(`(\w+)`\))?", PAGE):
         assert not keyword or any(keyword in name for name in names_in(path)), f"{path}: nothing of {keyword}"
         assert names_in(path)
