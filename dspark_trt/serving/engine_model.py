@@ -22,7 +22,8 @@ from dspark_trt.serving.fields import Tensors
 from dspark_trt.serving.limits import AdmissionLimits
 from dspark_trt.serving.metrics import ServingMetrics
 from dspark_trt.serving.responses import ResponseWriter
-from dspark_trt.serving.worker import STOPPING, Reply, Ticket, Worker
+from dspark_trt.serving.ticket import Reply, Ticket
+from dspark_trt.serving.worker import STOPPING, Worker
 
 MAX_HANDLE = 2**63 - 1  # of an INT64 tensor
 

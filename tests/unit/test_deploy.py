@@ -10,11 +10,11 @@ from pathlib import Path
 import yaml
 from fetch_debian_program import fetch
 
-from dspark_trt.serving import metrics
+from dspark_trt.serving import metric_families
 
 REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "deploy"
-EXPORTED = set(re.findall(r'"(dspark_\w+)"', Path(metrics.__file__).read_text()))
+EXPORTED = set(re.findall(r'"(dspark_\w+)"', Path(metric_families.__file__).read_text()))
 
 
 def asked_for(expression: str) -> set[str]:

@@ -15,7 +15,7 @@ from fetch_debian_program import fetch
 
 from dspark_trt.server.arguments import EXIT_MARGIN_S
 from dspark_trt.server.openai import app as front_end
-from dspark_trt.serving import metrics
+from dspark_trt.serving import metric_families
 from tests.support.nginx import configured
 
 REPOSITORY = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_adapter_hands_on_the_metric_that_the_scaler_asks_for() -> None:
     assert rule["seriesQuery"].startswith(QUEUE + "{")
     assert re.fullmatch(rule["name"]["matches"], QUEUE)
     assert rule["name"]["as"] == QUEUE
-    assert f'"{QUEUE}"' in Path(metrics.__file__).read_text()
+    assert f'"{QUEUE}"' in Path(metric_families.__file__).read_text()
 
 
 def test_nginx_accepts_its_configuration(tmp_path: Path) -> None:
