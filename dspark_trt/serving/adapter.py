@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dspark_trt.errors import RequestError
-from dspark_trt.packaging.signature import ENGINE_FIELDS, ENGINE_ONLY_INPUTS
+from dspark_trt.packaging.signature import ALIASES, ENGINE_FIELDS, ENGINE_ONLY_INPUTS
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.serving.fields import Fields, Tensors, refuse_unknown
 from dspark_trt.serving.limits import (
@@ -26,6 +26,7 @@ from dspark_trt.serving.sampling_fields import Decode, sampling_fields
 MakeSampling = Callable[..., SamplingParams]  # what was given (None: not given), over the checkpoint's defaults
 
 _CLIENT_NAMES = {field.step_tensor().name: field.name for field in ENGINE_FIELDS}
+_STEP_NAMES = {name: step_name for step_name, name in _CLIENT_NAMES.items()}
 _KNOWN = tuple(_CLIENT_NAMES) + tuple(tensor.name for tensor in ENGINE_ONLY_INPUTS)
 
 # Field -> the one value that means "off", and what to do instead.
@@ -101,7 +102,7 @@ def read_request(
     """Raises RequestError that names the field which is not acceptable. A larger max_tokens is cut to `max_tokens`."""
     refuse_unknown(parameters, _KNOWN)
     check_count("request id", len(client_id), MAX_CLIENT_ID_CHARACTERS, "characters")
-    fields = Fields(tensors, _CLIENT_NAMES)
+    fields = _under_one_name(tensors)
     _refuse_unsupported(fields)
     is_streaming = fields.flag("streaming") or False
     sampling = make_sampling(**sampling_fields(fields, decode))
@@ -129,6 +130,18 @@ def with_client_names(error: RequestError) -> RequestError:
     """A refusal of the runtime, in the words of the client."""
     name, colon, rest = str(error).partition(":")
     return RequestError(f"{_RUNTIME_NAMES[name]}:{rest}") if colon and name in _RUNTIME_NAMES else error
+
+
+def _under_one_name(tensors: Tensors) -> Fields:
+    """A field that came under another name is read under ours, and refused under the client's."""
+    came = {alias: name for alias, name in ALIASES.items() if tensors.get(_STEP_NAMES[alias]) is not None}
+    renamed = {_STEP_NAMES[name]: tensors[_STEP_NAMES[alias]] for alias, name in came.items()}
+    for alias, name in came.items():
+        if tensors.get(_STEP_NAMES[name]) is not None:
+            raise RequestError(f"{alias}: another name of {name}; send one of them")
+    if not came:
+        return Fields(tensors, _CLIENT_NAMES)
+    return Fields({**tensors, **renamed}, _CLIENT_NAMES | {_STEP_NAMES[name]: alias for alias, name in came.items()})
 
 
 def _refuse_unsupported(fields: Fields) -> None:
