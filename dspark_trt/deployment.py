@@ -20,7 +20,7 @@ from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
-from dspark_trt.runtime.loop import DecodingLoop, OnVerified
+from dspark_trt.runtime.loop import DEFAULT_MAX_STRETCH, DecodingLoop, OnVerified
 from dspark_trt.runtime.request import SamplingParams
 from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec
@@ -53,6 +53,7 @@ class Deployment:
         target: TargetEngine | None = None,
         drafter: DraftEngine | None = None,
         on_verified: OnVerified | None = None,
+        max_stretch: float = DEFAULT_MAX_STRETCH,
     ) -> DecodingLoop:
         """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace),
         which then see every call."""
@@ -68,6 +69,7 @@ class Deployment:
             decode=self.codec.decode,
             scheduler=scheduler,
             on_verified=on_verified,
+            max_stretch=max_stretch,
         )
 
     def sampling_params(self, **given: Any) -> SamplingParams:

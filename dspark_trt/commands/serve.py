@@ -53,6 +53,10 @@ def serve(
     max_tokens_limit: Annotated[
         int | None, typer.Option(help="A larger max_tokens is cut to it  [default: what a row holds]")
     ] = None,
+    max_stretch: Annotated[
+        float,
+        typer.Option(help="A step that reads prompts beside answers takes at most so many times a plain one; from 1."),
+    ] = 4.0,
     drain_time: Annotated[float, typer.Option(help="Seconds that running requests have when it is stopped.")] = 30.0,
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Of the server's log, on standard error.")
@@ -92,6 +96,7 @@ def serve(
             max_queue_s=max_queue_time,
             default_timeout_s=request_timeout,
             max_tokens=max_tokens_limit,
+            max_stretch=max_stretch,
         ),
         drain_s=drain_time,
         logs_routine=logging.getLogger("dspark_trt").isEnabledFor(logging.INFO),

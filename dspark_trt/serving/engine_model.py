@@ -56,7 +56,7 @@ class EngineModel:
         self._limits = limits
         engine_limits = self._deployment.target.limits
         self._worker = Worker(
-            lambda: self._deployment.make_loop(config),
+            lambda: self._deployment.make_loop(config, max_stretch=limits.max_stretch),
             max_requests=engine_limits.max_requests,
             limits=limits,
             observer=ServingMetrics(
