@@ -88,8 +88,12 @@ class SoakServer:
         return text
 
     def outcomes(self) -> dict[str, int]:
-        """Requests that ended since the server came up, by outcome."""
-        found = re.findall(r'^dspark_requests_total\{.*outcome="(\w+)".*\} (\S+)$', self._metrics_text(), re.M)
+        """Requests that ended since the server came up, by outcome; none while it does not answer."""
+        try:
+            text = self._metrics_text()
+        except OSError:
+            return {}
+        found = re.findall(r'^dspark_requests_total\{.*outcome="(\w+)".*\} (\S+)$', text, re.M)
         return {outcome: int(float(count)) for outcome, count in found if float(count)}
 
     def num_running(self) -> float | None:
