@@ -140,11 +140,13 @@ def _ingest(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
         "T": ExtentRange(1, _tokens(limits, gamma).usual, largest),
         group[0]: _rows(limits),
         group[1]: ExtentRange(1, gamma + 1, gamma + 1),
+        "R": _rows(limits),  # of families that keep a state of each row
     }
     chunk = {
         "T": _chunk(limits),
         group[0]: ExtentRange(1, 1, limits.max_requests),
         group[1]: _chunk(limits),
+        "R": ExtentRange(1, 1, limits.max_requests),
     }
     return (Profile("verify", committed), Profile("prefill", chunk))
 
