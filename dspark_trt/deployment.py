@@ -21,7 +21,7 @@ from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
-from dspark_trt.runtime.loop import DecodingLoop, OnVerified
+from dspark_trt.runtime.loop import DEFAULT_MAX_STRETCH, DecodingLoop, OnVerified
 from dspark_trt.runtime.request import SamplingParams
 from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec
@@ -56,6 +56,7 @@ class Deployment:
         drafter: DraftEngine | None = None,
         prefix_cache: bool = False,
         on_verified: OnVerified | None = None,
+        max_stretch: float = DEFAULT_MAX_STRETCH,
     ) -> DecodingLoop:
         """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace),
         which then see every call. `prefix_cache`: only for a loop that has the engines to itself."""
@@ -73,6 +74,7 @@ class Deployment:
             scheduler=scheduler,
             prefix_cache=prefix_cache,
             on_verified=on_verified,
+            max_stretch=max_stretch,
         )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
