@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DEVICE = "cuda"  # one process per GPU; CUDA_VISIBLE_DEVICES chooses another
 
 
-def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngines:
+def open_tensorrt_engines(build: Path, settings: EngineSettings, *, use_cuda_graphs: bool = True) -> DeviceEngines:
     """Target and drafter of the build directory `build`, on the GPU of this process.
 
     Raises EnvironmentMissingError without torch for CUDA, a GPU, or the package; EngineBuildError when an engine cannot
@@ -54,4 +54,5 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngine
         target_dims_from_metadata(facts[bindings.TARGET_GRAPH].metadata, bindings.TARGET_GRAPH),
         drafter_dims_from_metadata(facts[bindings.DRAFT_GRAPH].metadata, bindings.DRAFT_GRAPH),
         DEVICE,
+        use_cuda_graphs=use_cuda_graphs,
     )
