@@ -103,7 +103,7 @@ def _select_inputs(operation: PrefixSelectOperation, num_requests: int, device: 
         "confidence_logits": torch.randn(num_requests, gamma, device=device) + 1,
         "temperatures": torch.ones(gamma, device=device),
         "caps": torch.full((num_requests,), gamma, device=device),
-        "is_forced": torch.zeros(num_requests, dtype=torch.bool, device=device),
+        "is_forced": torch.zeros(num_requests, dtype=torch.int64, device=device),
         "anchor_ids": torch.randint(1000, (num_requests,), device=device),
         "draft_ids": torch.randint(1000, (num_requests, gamma), device=device),
         "past_lengths": torch.randint(1000, (num_requests,), device=device),

@@ -88,7 +88,6 @@ def _registered(trt: Any) -> dict[str, Any]:
 def _classes(trt: Any) -> tuple[type, type]:
     """Plugin and creator, subclasses of the module's own interfaces."""
     element_types = {
-        "bool": trt.bool,
         "int32": trt.int32,
         "int64": trt.int64,
         "float16": trt.float16,

@@ -88,7 +88,7 @@ DRAFT_IDS = "draft_ids"
 DRAFT_LOGITS = "draft_logits"
 CONFIDENCE_LOGITS = "confidence_logits"
 
-ElementType = Literal["bool", "int64", "float32", "float16", "bfloat16"]
+ElementType = Literal["int64", "float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)

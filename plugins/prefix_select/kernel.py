@@ -82,7 +82,7 @@ def admit_drafts(
     BLOCK_R: tl.constexpr,
 ):
     """What each request gets of the drafts that are admitted. One program."""
-    admitted = tl.load(num_admitted).to(tl.int32)
+    admitted = tl.load(num_admitted)
     begin = tl.full([], 0, tl.int64)
     for start in range(0, num_requests, BLOCK_R):
         requests = start + tl.arange(0, BLOCK_R)
@@ -93,7 +93,7 @@ def admit_drafts(
             at = draft * num_requests + requests
             is_offered = tl.load(keys + at, mask=is_request, other=NOT_OFFERED) != NOT_OFFERED
             rank = tl.load(ranks + at, mask=is_request, other=0)
-            length += (is_offered & (rank < admitted)).to(tl.int64)
+            length += (is_offered & (rank.to(tl.int64) < admitted)).to(tl.int64)
         tokens = tl.where(is_request, length + 1, 0)
         tl.store(verify_len + requests, length, mask=is_request)
         tl.store(first_tokens + requests, begin + tl.cumsum(tokens, axis=0) - tokens, mask=is_request)

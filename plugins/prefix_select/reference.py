@@ -26,7 +26,7 @@ def prefix_select(form: PrefixSelectForm, inputs: Mapping[str, NDArray[Any]]) ->
     verify_len = lagged_budget(
         fresh,
         caps=inputs["caps"],
-        is_forced=inputs["is_forced"],
+        is_forced=inputs["is_forced"] > 0,
         num_admitted=int(inputs["num_admitted"][0]),
     )
     return {"verify_len": verify_len, **pack_tokens(verify_len, inputs), **pack_rows(verify_len, inputs)}
@@ -85,7 +85,7 @@ def lagged_budget(
     `num_admitted` comes from survivals two steps old; the fresh ones only rank.
     """
     verify_len = np.where(is_forced, caps, 0).astype(np.int64)
-    for request, _ in ranked(survival, caps, is_forced)[:num_admitted]:
+    for request, _ in ranked(survival, caps, is_forced)[: max(num_admitted, 0)]:
         verify_len[request] += 1
     return verify_len
 

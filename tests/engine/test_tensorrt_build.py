@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,7 +75,7 @@ def attention_model(*, inputs: list[str], written: str = "TensorScatter") -> onn
 
 def parsed(trt: Any, model: onnx.ModelProto) -> Any:
     log = BuildLog(trt)
-    return parse_graph(trt, trt.Builder(log.logger), model, Path("attention.onnx"), log)
+    return parse_graph(trt, trt.Builder(log.logger), model, Path("attention.onnx"), log)[0]
 
 
 def test_every_build_of_a_process_hears_what_the_compiler_says(trt: Any) -> None:
@@ -111,6 +112,62 @@ def test_what_the_parser_drops_is_an_error(trt: Any) -> None:
     model.graph.node[-1].attribute.append(helper.make_attribute("is_causal", 1))
     with pytest.raises(EngineBuildError, match=r"found \['is_causal'\]"):
         check_layers(network, model, "attention.onnx", use_plugins=True)
+
+
+@pytest.mark.parametrize(
+    "warning",
+    [
+        "ModelImporter.cpp:653: UNUSED INPUT: lengths",
+        "Unused Input: lengths",
+        "onnxOpImporters.cpp:1902: axis attribute is ignored by this operator",
+        "onnx2trt_utils.cpp:400: One or more weights outside the range of INT32 was clamped",
+        "Attribute softcap is not supported; using the default value",
+        "Unsupported attribute alpha",
+        "Values were truncated to 32 bits",
+    ],
+)
+def test_a_warning_that_something_else_is_computed_ends_the_build(
+    trt: Any, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warning: str
+) -> None:
+    compiler = GraphCompiler(RTX_89, tmp_path)
+    make_parser_say(trt, warning, monkeypatch)
+    with pytest.raises(
+        EngineBuildError, match=r"select\.onnx: tensorrt_rtx 1\.7\S* would not compute what the graph says"
+    ):
+        compile_some(pair.graphs, compiler, ONLY_SELECT)
+
+
+def make_parser_say(trt: Any, remark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real parser, which has something to say besides."""
+    parser_type = trt.OnnxParser
+
+    class RemarkingParser:
+        def __init__(self, network: Any, logger: Any) -> None:
+            self.parser = parser_type(network, logger)
+            self.logger = logger
+
+        def parse(self, *arguments: Any) -> bool:
+            self.logger.log(trt.ILogger.WARNING, remark)
+            return bool(self.parser.parse(*arguments))
+
+        @property
+        def num_errors(self) -> int:
+            return int(self.parser.num_errors)
+
+    monkeypatch.setattr(trt, "OnnxParser", RemarkingParser)
+
+
+def test_a_harmless_warning_is_logged_and_kept(
+    trt: Any, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later version of a parser may say more than this one."""
+    remark = "ModelImporter.cpp:1: this operator has a newer form"
+    compiler = GraphCompiler(RTX_89, tmp_path)
+    make_parser_say(trt, remark, monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="dspark_trt"):
+        compile_some(pair.graphs, compiler, ONLY_SELECT)
+    assert remark in caplog.text
+    assert read_facts(tmp_path, bindings.SELECT_GRAPH).warnings == (remark,)
 
 
 def test_an_operator_that_it_does_not_know_is_an_error(trt: Any) -> None:

@@ -40,7 +40,7 @@ def select_arrays(select: SelectBatch, anchor_ids: Int64, rows: Int64, past_leng
     return {
         "temperatures": select.temperatures,
         "caps": select.caps,
-        "is_forced": select.is_forced,
+        "is_forced": select.is_forced.astype(np.int64),
         "num_admitted": np.array([select.num_admitted], np.int64),
         bindings.ANCHOR_IDS: anchor_ids,
         bindings.PAST_LENGTHS: past_lengths,

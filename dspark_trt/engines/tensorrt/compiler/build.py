@@ -17,7 +17,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, compile_kernels, metadata_of, open_graphs
 from dspark_trt.engines.tensorrt.compiler.memory import check_memory, weight_bytes
-from dspark_trt.engines.tensorrt.compiler.network import check_layers, count_layers, parse_graph
+from dspark_trt.engines.tensorrt.compiler.network import check_layers, check_warnings, count_layers, parse_graph
 from dspark_trt.engines.tensorrt.compiler.profiles import Profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor
 from dspark_trt.engines.tensorrt.compiler.targets import compile_targets
@@ -120,7 +120,7 @@ class GraphCompiler:
         logger.info("%s: compiling for SM %s", graph, " ".join(map(str, self.targets.sms)))
         if not settings.use_plugins:  # the parser would name the nodes alike wherever a body stands
             model = inline_local_functions(model)
-        network = parse_graph(trt, self._builder, model, opened.folder / graph, self.log)
+        network, warnings = parse_graph(trt, self._builder, model, opened.folder / graph, self.log)
         check_layers(network, model, graph, use_plugins=settings.use_plugins)
         profiles = graph_profiles(graph, opened.target.limits, opened.drafter.gamma)
         config = self.configuration(profiles, graph_inputs(graph, opened.target, opened.drafter))
@@ -136,11 +136,7 @@ class GraphCompiler:
                 "was short lower --max-requests or --max-seq-len, else report this, with the version of "
                 f"{settings.library}"
             )
-        if dropped := [problem for problem in problems if "Unused Input" in problem]:
-            raise EngineBuildError(
-                f"{graph}: {settings.library} {trt.__version__} would not compute what the graph says: "
-                f"{'; '.join(dropped)}; report this, with the version of {settings.library}"
-            )
+        check_warnings(trt, graph, problems)
         with memoryview(engine) as data:
             engine_path(self._folder, graph).write_bytes(data)
         facts = EngineFacts(
@@ -151,7 +147,7 @@ class GraphCompiler:
             profiles=profiles,
             metadata=metadata_of(model),
             layers=count_layers(network),
-            warnings=problems,
+            warnings=warnings + problems,
             weight_bytes=weight_bytes(model),
             engine_bytes=engine.nbytes,
             build_s=round(time.perf_counter() - start, 3),

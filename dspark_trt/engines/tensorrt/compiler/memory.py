@@ -19,7 +19,7 @@ HOST_BYTES_PER_WEIGHT_BYTE = 4
 HOST_RESERVE_BYTES = 3 << 28
 # CUDA context, modules and the compiler's workspace on the device; a guess on the safe side
 DEVICE_RESERVE_BYTES = 2 << 30
-_ELEMENT_BYTES = {"bool": 1, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_ELEMENT_BYTES = {"int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:
