@@ -124,10 +124,13 @@ ATTENTION = KernelBundle(
         90: (
             kernel(
                 "attend_split_16",
-                "query keys values last_seen accumulators maxima sums attended num_slots num_query_blocks",
+                "query keys values last_seen accumulators maxima sums attended num_slots num_query_blocks num_splits "
+                "split_positions",
             ),
             kernel("attend_split_32", "query"),
-            kernel("combine_splits", "last_seen accumulators maxima sums attended num_slots"),
+            kernel(
+                "combine_splits", "last_seen accumulators maxima sums attended num_slots num_splits split_positions"
+            ),
         )
     },
 )
@@ -135,7 +138,7 @@ ATTENTION = KernelBundle(
 
 @pytest.mark.parametrize("way", ["launcher", "plugin"])
 def test_attention_is_launched_in_splits(way: str, driver: Path, tmp_path: Path) -> None:
-    """Three rows of five slots: 15 queries for each of 9 key heads, in 3 splits of 600 positions."""
+    """Three rows of five slots: 15 queries for each of 9 key heads, in 2 splits of 600 positions."""
     result = record(driver, way, ATTENTION, tmp_path)
     assert result.returncode == 0, result.stderr
     operation = operation_of("RowAttention", ATTENTION.attributes)
@@ -143,15 +146,15 @@ def test_attention_is_launched_in_splits(way: str, driver: Path, tmp_path: Path)
     query, keys, values, last_seen, attended = (f"{address(index):x}" for index in range(5))
     parts = " ".join(f"{WORKSPACE + offsets[name]:x}" for name in ("accumulators", "maxima", "sums"))
     assert result.stdout.splitlines() == [
-        f"launch attend_split_16_entry 9,3,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {parts} {attended} 5 1 "
-        "0 0",
-        f"launch combine_splits_entry 135,1,1 128,1,1 0 99 {last_seen} {parts} {attended} 5 0 0",
+        f"launch attend_split_16_entry 9,2,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {parts} {attended} 5 1 "
+        "2 180 0 0",
+        f"launch combine_splits_entry 135,1,1 128,1,1 0 99 {last_seen} {parts} {attended} 5 2 180 0 0",
     ]
 
 
 PROMPTS = KernelBundle(
     "RowAttention",
-    {**ATTENTION.attributes, "num_slots": 200},
+    {**ATTENTION.attributes, "capacity": 250, "num_slots": 200},
     "by hand",
     {
         90: tuple(
