@@ -65,8 +65,10 @@ class _Writer:
         taken = body.op("ScatterElements", none, order, body.op("Cast", is_taken, to=TensorProto.INT64), axis=1)
         by_slot = body.op("Reshape", taken, body.axes(form.gamma, -1))  # [G, R]
         admitted = body.op("ReduceSum", by_slot, body.axes(0), keepdims=0)
-        body.op("Where", is_forced, "caps", admitted, output="verify_len")
-        tokens = body.op("Add", "verify_len", body.scalar(1))
+        forced = body.op("Max", "caps", body.scalar(0))
+        body.op("Where", is_forced, forced, admitted, output="verify_len")
+        is_request = body.op("GreaterOrEqual", "caps", body.scalar(0))
+        tokens = body.op("Where", is_request, body.op("Add", "verify_len", body.scalar(1)), body.scalar(0))
         body.op("CumSum", tokens, body.scalar(0), exclusive=1, output="first_tokens")
         body.op("ReduceSum", tokens, body.axes(0), keepdims=1, output="num_tokens")
 

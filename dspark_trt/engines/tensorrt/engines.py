@@ -20,7 +20,7 @@ DEVICE = "cuda"  # one process per GPU; CUDA_VISIBLE_DEVICES chooses another
 
 
 def open_tensorrt_engines(build: Path, settings: EngineSettings, *, use_cuda_graphs: bool = True) -> DeviceEngines:
-    """Target and drafter of the build directory `build`, on the GPU of this process.
+    """Target and drafter of the build directory `build`, on the GPU of this process, likely steps made once.
 
     Raises EnvironmentMissingError without torch for CUDA, a GPU, or the package; EngineBuildError when an engine cannot
     be opened, or was compiled with another package than the settings say.
@@ -31,6 +31,7 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings, *, use_cuda_gra
     import torch
 
     from dspark_trt.engines.device.engines import DeviceSessions, open_device_engines
+    from dspark_trt.engines.device.warm_up import warm_up
     from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime
     from dspark_trt.engines.tensorrt.session import TensorRTSession
 
@@ -49,10 +50,13 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings, *, use_cuda_gra
             )
     runtime = TensorRTRuntime(settings.backend, DEVICE)
     sessions = DeviceSessions(*(TensorRTSession(engine_path(folder, graph), runtime) for graph in GRAPHS))
-    return open_device_engines(
+    engines = open_device_engines(
         sessions,
         target_dims_from_metadata(facts[bindings.TARGET_GRAPH].metadata, bindings.TARGET_GRAPH),
         drafter_dims_from_metadata(facts[bindings.DRAFT_GRAPH].metadata, bindings.DRAFT_GRAPH),
         DEVICE,
         use_cuda_graphs=use_cuda_graphs,
     )
+    warm_up(engines)
+    runtime.keep_caches()
+    return engines

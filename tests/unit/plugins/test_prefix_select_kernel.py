@@ -87,6 +87,25 @@ def test_a_budget_beyond_32_bits_admits_all_that_is_offered_and_a_negative_one_n
     assert_equal(run_body(form, inputs), found)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_padding_requests_have_no_token_and_change_nothing(seed: int) -> None:
+    form, rows = PrefixSelectForm(GAMMA), ("caps", "is_forced", "anchor_ids", "past_lengths", "block_rows")
+    inputs = random_step(form, 5, seed)
+    expected = prefix_select(form, inputs)
+    padding = {name: np.zeros_like(inputs[name][:3]) for name in (*rows, "confidence_logits", "draft_ids")}
+    padding["caps"][:] = -1
+    padding["is_forced"][:] = [0, 1, 0]
+    padding["confidence_logits"][:] = 9
+    padded = inputs | {name: np.concatenate([inputs[name], more]) for name, more in padding.items()}
+    found = run_interpreted(PrefixSelectOperation(form), padded)
+    assert_equal(found, prefix_select(form, padded))
+    assert_equal(run_body(form, padded), found)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name][: len(value)], value, name)
+    assert found["verify_len"][5:].tolist() == [0, 0, 0]
+    assert found["first_tokens"][5:].tolist() == expected["num_tokens"].tolist() * 3
+
+
 def test_admission_of_a_draft_does_not_change_with_later_confidences() -> None:
     random = np.random.default_rng(0)
     decisions = []
