@@ -98,7 +98,7 @@ def test_a_failed_step_frees_its_rows_and_the_loop_goes_on(opened: Opened) -> No
 
 
 def test_every_call_of_a_loop_fits_a_profile_and_buckets_fit_a_tight_one(opened: Opened) -> None:
-    """What TensorRT compiles for is what the runtime asks for; the widest profile is for prompt chunks."""
+    """What TensorRT compiles for is what the runtime asks for; some profiles are for prompt chunks alone."""
     tokens_of(opened.loop(MODES["fixed"]), greedy_requests())
     tokens_of(opened.loop(MODES["lagged_budget"]), greedy_requests())
     device = opened.device
@@ -107,6 +107,6 @@ def test_every_call_of_a_loop_fits_a_profile_and_buckets_fit_a_tight_one(opened:
         profiles = graph_profiles(graph, LIMITS, opened.pair.gamma)
         assert session.bound_extents
         for extents in session.bound_extents:
-            assert chosen_profile(profiles, extents) < max(len(profiles) - 1, 1), (graph, extents)
+            assert not profiles[chosen_profile(profiles, extents)].name.startswith("prefill"), (graph, extents)
         for extents in session.run_extents:
             chosen_profile(profiles, extents)

@@ -16,10 +16,11 @@ from onnx.inliner import inline_local_functions
 from dspark_trt.contract import bindings
 from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, compile_kernels, metadata_of, open_graphs
-from dspark_trt.engines.tensorrt.compiler.memory import check_memory, weight_bytes
+from dspark_trt.engines.tensorrt.compiler.memory import check_memory, listed, memory_plan, weight_bytes
 from dspark_trt.engines.tensorrt.compiler.network import check_layers, check_warnings, count_layers, parse_graph
 from dspark_trt.engines.tensorrt.compiler.profiles import Profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor
+from dspark_trt.engines.tensorrt.compiler.scratch import check_elements, scratch_bytes
 from dspark_trt.engines.tensorrt.compiler.targets import compile_targets
 from dspark_trt.engines.tensorrt.library import LIBRARIES, BuildLog, Library, check_library, import_library
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
@@ -64,8 +65,9 @@ def compile_graphs(
     compiler = GraphCompiler(settings, folder)
     opened = open_graphs(graphs)
     weights = {graph: weight_bytes(model) for graph, model in opened.models.items()}
-    device_bytes = compiler.targets.device_bytes
-    check_memory(settings.library, weights, opened.target, opened.drafter, device_bytes=device_bytes)
+    plan = memory_plan(weights, opened.target, opened.drafter, _check_and_plan_scratch(opened))
+    logger.info("memory of a GPU, estimated: %s", listed(plan))
+    check_memory(settings.library, weights, plan, device_bytes=compiler.targets.device_bytes)
     costs = {graph: size + _SMALL_GRAPH_BYTES for graph, size in weights.items()}
     done, total = 0, sum(costs.values())
     with compiler.plugins(opened.models.values()):
@@ -78,6 +80,18 @@ def compile_graphs(
             compiler.compile(opened, graph, tell)
             done += cost
             tell(0.0, done)
+
+
+def _check_and_plan_scratch(opened: OpenedGraphs) -> int:
+    """Bytes of the largest profile of any graph. Raises EngineBuildError where TensorRT could not count a tensor."""
+    sizes = []
+    for graph, model in opened.models.items():
+        dims = opened.target if graph == bindings.TARGET_GRAPH else opened.drafter
+        inputs = graph_inputs(graph, opened.target, opened.drafter)
+        for profile in graph_profiles(graph, opened.target.limits, opened.drafter.gamma):
+            check_elements(graph, inputs, model, dims, profile)
+            sizes.append(scratch_bytes(model, dims, profile))
+    return max(sizes)
 
 
 class GraphCompiler:
