@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +27,8 @@ from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine import cpu
 from tests.support.factories import write_drafter, write_target
 from tests.support.plugin_graphs import draft_and_select_model
-from tests.support.rtx_graphs import Pair, compile_some, export
+from tests.support.rtx_graphs import ListeningLog, Pair, compile_some, export
+from tests.support.wide_products import NUM_OUTPUTS, NUM_TERMS, wide_product
 
 ONLY_SELECT = (bindings.SELECT_GRAPH,)
 RTX_89 = CompileSettings("tensorrt_rtx", (89,))
@@ -221,6 +223,27 @@ def interrupt_beyond(limit: float) -> Callable[[float], None]:
             raise KeyboardInterrupt
 
     return progress
+
+
+def test_casts_around_a_product_of_float16_become_a_part_of_it(trt: Any) -> None:
+    """The wish for float32 sums: one product that reads float16, and weights that are kept in float16."""
+    model, _, _ = wide_product()
+    log = ListeningLog(trt)
+    builder = trt.Builder(log.logger)
+    network, _ = parse_graph(trt, builder, model, Path("product.onnx"), log)
+    config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    profile.set_shape("x", (1, NUM_TERMS), (8, NUM_TERMS), (64, NUM_TERMS))
+    config.add_optimization_profile(profile)
+    engine = builder.build_serialized_network(network, config)
+    lines = [line for message in log.messages for line in message.splitlines() if line.startswith("Name: ")]
+    kernels = [line for line in lines if "shape_call" not in line and "Dimensions" in line]
+    assert [re.findall(r"LayerType: (\w+)", line) for line in kernels] == [["gemm"]]
+    assert re.findall(r"Datatype: (\w+)", kernels[0].partition("Constants")[0]) == ["Half"]
+    weight_bytes = NUM_TERMS * NUM_OUTPUTS * 2
+    assert weight_bytes < engine.nbytes < 1.1 * weight_bytes
 
 
 def test_facts_are_read_back(pair: Pair, tmp_path: Path) -> None:
