@@ -110,3 +110,20 @@ def test_every_call_of_a_loop_fits_a_profile_and_buckets_fit_a_tight_one(opened:
             assert not profiles[chosen_profile(profiles, extents)].name.startswith("prefill"), (graph, extents)
         for extents in session.run_extents:
             chosen_profile(profiles, extents)
+
+
+@pytest.mark.parametrize("mode", ["off", "lagged_budget"])
+def test_a_planned_step_is_one_call_of_the_target(opened: Opened, mode: str) -> None:
+    """Each call reads all weights. Prompts stand in neighbouring rows, which one call spans."""
+    calls: list[int] = []
+    opened.device.target.before_call = lambda tensors: calls.append(1)
+    loop, of_steps = opened.loop(MODES[mode]), []
+    for request in greedy_requests():
+        loop.submit(request)
+    while loop.has_work:
+        calls.clear()
+        loop.step()
+        of_steps.append(len(calls))
+    opened.device.target.before_call = None
+    assert max(of_steps) == 1
+    assert len(of_steps) > 10
