@@ -52,7 +52,7 @@ def measure(table: StepTable, num_requests: int) -> dict[str, float | None]:
     calibration = Calibration.from_temperatures([1.0] * GAMMA)
     prices = StepPrices(table, TimeCorrection())
     expected = calibration.expected_survival
-    history = SurvivalHistory(num_rows=num_requests, gamma=GAMMA, prior=expected)
+    history = SurvivalHistory(num_rows=num_requests, gamma=GAMMA, prior=calibration.expected_blocks)
     policy = DraftPolicy(prices, history, num_rows=num_requests, slot_counts=slot_counts(GAMMA))
     scheduler = PrefixScheduler(
         SchedulerConfig(mode="early_stop"),

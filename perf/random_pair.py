@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
 from dspark_trt.checkpoints.spec import (
+    BlockDrafterSpec,
     DecoderSpec,
     DrafterCheckpoint,
-    DrafterSpec,
     TargetCheckpoint,
     TargetSpec,
     TensorInfo,
@@ -65,7 +65,7 @@ def random_pair(
     """
     family: Literal["llama", "qwen3"] = "qwen3" if decoder.has_qk_norm else "llama"
     target = TargetSpec(family=family, decoder=decoder, is_head_tied=True, eos_token_ids=(2,))
-    drafter = DrafterSpec(
+    drafter = BlockDrafterSpec(
         decoder=replace(decoder, num_layers=num_drafter_layers),
         gamma=gamma,
         mask_token_id=decoder.vocab_size - 1,

@@ -29,7 +29,9 @@ def checkpoint_inputs(context: Context) -> list[Path]:
 def checkpoint_settings(context: Context) -> dict[str, Any]:
     """What no input file says."""
     settings: dict[str, Any] = {"chat_template_kwargs": context.recipe.chat_template_kwargs}
-    if not context.recipe.has_drafter_model:
+    if context.recipe.has_drafter_model:
+        settings["num_drafts"] = context.recipe.num_drafts
+    else:
         settings["lookup_drafts"] = context.recipe.lookup_drafts
     return settings
 

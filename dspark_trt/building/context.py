@@ -70,7 +70,8 @@ class Context:
         """None: drafts are copied from each request's own text."""
         if not self.recipe.has_drafter_model:
             return None
-        drafter = read_drafter(self.recipe.drafter, self.target, self.recipe.drafter_revision)
+        recipe = self.recipe
+        drafter = read_drafter(recipe.drafter, self.target, recipe.drafter_revision, num_drafts=recipe.num_drafts)
         check_pairing(self.target, drafter)
         return drafter
 

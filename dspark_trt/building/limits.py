@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dspark_trt.building.recipe import NGRAM, BuildRecipe
 from dspark_trt.calibration.given import read_given
-from dspark_trt.checkpoints.spec import DraftSource, NgramSpec
+from dspark_trt.checkpoints.spec import FAMILY_NAMES, DrafterSpec, DraftSource, NgramSpec
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
 
-_OF_A_MODEL = ("drafter_revision", "draft_vocab", "drafter_precision", "markov_top_n", "lookup")
+_OF_A_MODEL = ("drafter_revision", "num_drafts", "draft_vocab", "drafter_precision", "markov_top_n", "lookup")
+_ON_DEVICES = ("block",)  # families that engines of devices draft with
 _OF_LOOKUPS_ALONE = ("lookup_drafts",)
 
 
@@ -34,6 +35,21 @@ def _check_drafter_options(recipe: BuildRecipe) -> None:
         value = getattr(recipe, name)
         if value != BuildRecipe.model_fields[name].default:
             raise RecipeError(f"{name}: {value} {why}; leave --{name.replace('_', '-')} out")
+
+
+def check_family(recipe: BuildRecipe, drafter: DrafterSpec) -> None:
+    """Raises RecipeError for what the drafter's family cannot do. `recipe` is resolved."""
+    name = FAMILY_NAMES[drafter.kind]
+    if recipe.num_drafts is not None and drafter.kind == "block":
+        raise RecipeError(
+            f"num_drafts: {recipe.num_drafts} means nothing to a {name}, whose block has {drafter.gamma} drafts as it "
+            "was trained; leave --num-drafts out"
+        )
+    if recipe.backend != "onnxruntime" and drafter.kind not in _ON_DEVICES:
+        raise RecipeError(
+            f"backend: an {name} is not compiled by {recipe.backend} yet; give --backend onnxruntime, or use a DSpark "
+            "or DFlash drafter"
+        )
 
 
 def check_calibration(recipe: BuildRecipe, drafter: DraftSource) -> None:

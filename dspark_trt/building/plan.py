@@ -10,14 +10,14 @@ from typing import Any
 
 from dspark_trt.building.backends import choose_backend
 from dspark_trt.building.context import DEFAULT_MAX_SEQ_LEN
-from dspark_trt.building.limits import check_calibration, check_recipe, check_scheduler
+from dspark_trt.building.limits import check_calibration, check_family, check_recipe, check_scheduler
 from dspark_trt.building.manifest import STAGE_NAMES
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.checkpoints.drafter import read_drafter_spec
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
 from dspark_trt.checkpoints.locate import locate_here
 from dspark_trt.checkpoints.pairing import check_specs
-from dspark_trt.checkpoints.spec import DecoderSpec, DraftSource, NgramSpec, TargetSpec
+from dspark_trt.checkpoints.spec import FAMILY_NAMES, DecoderSpec, DraftSource, NgramSpec, TargetSpec
 from dspark_trt.checkpoints.target import read_target_spec
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
@@ -101,13 +101,15 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
     if recipe.has_drafter_model:
         # a path that does not exist is said before the hub is asked for the other one
         locate_here(recipe.drafter, recipe.drafter_revision)
-        drafter = read_drafter_spec(recipe.drafter, recipe.drafter_revision)
     target = read_target_spec(recipe.target, recipe.target_revision)
+    if recipe.has_drafter_model:
+        drafter = read_drafter_spec(recipe.drafter, target, recipe.drafter_revision, num_drafts=recipe.num_drafts)
     max_seq_len = recipe.max_seq_len or min(DEFAULT_MAX_SEQ_LEN, target.decoder.max_position_embeddings)
     limits = EngineLimits(recipe.max_requests, max_seq_len, recipe.max_batch_tokens)
     check_limits(limits, target.decoder, gamma=drafter.gamma, what="target")
     if not isinstance(drafter, NgramSpec):
         check_specs(target, drafter)
+        check_family(recipe, drafter)
         check_limits(limits, drafter.decoder, gamma=drafter.gamma, what="drafter")
         check_top_n(drafter.decoder.vocab_size, recipe.markov_top_n or 0)
     check_scheduler(recipe, drafter)
@@ -186,7 +188,8 @@ def _check_disk(plan: BuildPlan) -> None:
 def _drafting(drafter: DraftSource) -> str:
     if isinstance(drafter, NgramSpec):
         return f"no model; up to {drafter.gamma} drafts copied from each request's own text"
-    return f"gamma {drafter.gamma}, taps {list(drafter.target_layer_ids)}, {_decoder(drafter.decoder)}"
+    family, taps = FAMILY_NAMES[drafter.kind], list(drafter.target_layer_ids)
+    return f"{family}, gamma {drafter.gamma}, taps {taps}, {_decoder(drafter.decoder)}"
 
 
 def _decoder(decoder: DecoderSpec) -> str:

@@ -42,14 +42,18 @@ def recalibrate(
 def import_calibration(folder: Path, path: Path) -> CalibrationFile:
     """Put a given file into the build (see calibration/given.py); no engine is opened.
 
-    What the build has measured and the file does not say stays: mean survival, and acceptance of copied drafts.
+    What the build has measured and the file does not say stays: survival, and acceptance of copied drafts.
 
     Raises RecipeError when the file is not acceptable, else as `renew`.
     """
     given = given_for(folder, path, said_in="--import")
     known = _known(folder, len(given.temperatures))
     if known is not None:
-        kept = {"survival": given.survival or known.survival, "lookup": given.lookup or known.lookup}
+        kept = {
+            "survival": given.survival or known.survival,
+            "blocks": given.blocks or known.blocks,
+            "lookup": given.lookup or known.lookup,
+        }
         given = given.model_copy(update=kept)
     return _replace(folder, lambda context, report: given, lambda fraction: None, is_measured=False)
 

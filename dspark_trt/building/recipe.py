@@ -29,8 +29,8 @@ class BuildRecipe(BaseModel):
 
     target: str = Field(description="Hugging Face folder or hub id, or a GGUF file.")
     drafter: str = Field(
-        description="DSpark checkpoint: Hugging Face folder or hub id; ngram: none, drafts are copied from each "
-        "request's own text."
+        description="Checkpoint (DSpark, DFlash, EAGLE-3): Hugging Face folder or hub id; ngram: none, drafts are "
+        "copied from each request's own text."
     )
     target_revision: str | None = Field(default=None, description="Commit, tag or branch of the target's hub id.")
     drafter_revision: str | None = Field(default=None, description="Commit, tag or branch of the drafter's hub id.")
@@ -66,6 +66,13 @@ class BuildRecipe(BaseModel):
         "where they promise more than the drafter's.",
     )
     lookup_drafts: int = Field(default=7, ge=2, le=16, description="Drafts copied at most, with drafter ngram.")
+    num_drafts: Annotated[int | None, Option(default="what the drafter's checkpoint says, or 7")] = Field(
+        default=None,
+        ge=1,
+        le=16,
+        description="Drafts of a request in a step at most, with a drafter that drafts one token after the other; of "
+        "DSpark and DFlash the checkpoint's block decides.",
+    )
     draft_vocab: Annotated[str | int, Option(metavar="auto|all|N")] = Field(
         default="auto",
         description="Token ids that the drafter proposes: all, the N most frequent, or what measures best.",

@@ -48,6 +48,7 @@ class CalibrationFile(BaseModel):
     greedy: Lines
     sampled: Lines
     survival: tuple[Probability, ...] = ()  # mean survival of each position
+    blocks: tuple[tuple[Probability, ...], ...] = ()  # predicted survivals of typical blocks, the least promising first
     temperatures: tuple[Slope, ...]  # T_j of plain Sequential Temperature Scaling, for other engines
     lookup: LookupCurves | None = None  # None: not measured
     num_fit_blocks: int = 0
@@ -60,6 +61,7 @@ class CalibrationFile(BaseModel):
     def _one_gamma(self) -> CalibrationFile:
         lengths = {len(each) for each in (self.greedy.slopes, self.greedy.offsets, self.sampled.slopes)}
         lengths |= {len(self.sampled.offsets), len(self.temperatures), len(self.survival) or len(self.temperatures)}
+        lengths |= {len(block) for block in self.blocks}
         if len(lengths) != 1:
             raise ValueError(f"expected one number a slot everywhere, found lengths {sorted(lengths)}")
         return self
@@ -70,6 +72,7 @@ class CalibrationFile(BaseModel):
             SlotCalibration(self.greedy.slopes, self.greedy.offsets),
             SlotCalibration(self.sampled.slopes, self.sampled.offsets),
             self.survival,
+            self.blocks,
         )
 
     @property
@@ -121,6 +124,7 @@ def fitted(
         greedy=Lines(slopes=calibration.greedy.slopes, offsets=calibration.greedy.offsets),
         sampled=Lines(slopes=calibration.sampled.slopes, offsets=calibration.sampled.offsets),
         survival=calibration.survival,
+        blocks=calibration.blocks,
         temperatures=tuple(temperatures),
         lookup=_curves(lookup),
         num_fit_blocks=num_fit_blocks,

@@ -8,12 +8,14 @@ with the probability that its first j - 1 drafts are, and slots are fitted from 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.calibration.quality import expected_calibration_error
 from dspark_trt.calibration.record import Recording
-from dspark_trt.contract.calibration import Calibration, SlotCalibration
+from dspark_trt.contract.calibration import Calibration, SlotCalibration, typical_blocks
 
 Floats = NDArray[np.float64]
 
@@ -34,7 +36,9 @@ def fit(recording: Recording) -> Calibration:
     parts = [recording.chosen(of_regime) for of_regime in (recording.is_greedy, ~recording.is_greedy)]
     greedy, sampled = (_fit_lines(part if len(part) >= MIN_BLOCKS else recording) for part in parts)
     observed = np.cumprod(recording.acceptance, axis=1).mean(axis=0)
-    return Calibration(greedy, sampled, survival=tuple(float(each) for each in observed))
+    fitted = Calibration(greedy, sampled, survival=tuple(observed.tolist()))
+    predicted = np.cumprod(fitted.confidence(recording.confidence_logits, recording.is_greedy), axis=1, dtype=np.float64)
+    return replace(fitted, blocks=tuple(tuple(block) for block in typical_blocks(predicted).tolist()))
 
 
 def fit_temperatures(recording: Recording) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec, TargetSpec, WeightStore
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec, DrafterSpec, Eagle3Spec, TargetSpec, WeightStore
 from dspark_trt.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
@@ -37,14 +37,23 @@ def target_shapes(spec: TargetSpec) -> Shapes:
 
 
 def drafter_shapes(spec: DrafterSpec) -> Shapes:
-    """Canonical name -> shape of every tensor of a drafter. Source: paper section 3.1, eq. 2-7."""
-    V, D, W, r = spec.decoder.vocab_size, spec.decoder.hidden_size, spec.num_draft_ids, spec.markov_rank
+    """Canonical name -> shape of every tensor of a drafter."""
     shapes = _decoder_shapes(spec.decoder)
-    shapes |= {"fc.weight": (D, spec.num_taps * D), "hidden_norm.weight": (D,)}
     if spec.has_own_embedding:
-        shapes[EMBEDDING] = (V, D)
+        shapes[EMBEDDING] = (spec.decoder.vocab_size, spec.decoder.hidden_size)
     if spec.has_own_head:
-        shapes[HEAD] = (W, D)
+        shapes[HEAD] = (spec.num_draft_ids, spec.decoder.hidden_size)
+    match spec:
+        case BlockDrafterSpec():
+            return shapes | _block_shapes(spec)
+        case Eagle3Spec():
+            return shapes | _eagle3_shapes(spec)
+
+
+def _block_shapes(spec: BlockDrafterSpec) -> Shapes:
+    """Of what a block drafter has besides its decoder layers. Source: paper section 3.1, eq. 2-7."""
+    V, D, W, r = spec.decoder.vocab_size, spec.decoder.hidden_size, spec.num_draft_ids, spec.markov_rank
+    shapes: Shapes = {"fc.weight": (D, spec.num_taps * D), "hidden_norm.weight": (D,)}
     if r:
         shapes |= {"markov_head.markov_w1.weight": (V, r), "markov_head.markov_w2.weight": (W, r)}
     if r and spec.markov_head_type == "gated":
@@ -55,6 +64,19 @@ def drafter_shapes(spec: DrafterSpec) -> Shapes:
         shapes["confidence_head.proj.weight"] = (1, D + (r if spec.is_confidence_with_markov else 0))
     if spec.has_confidence_bias:
         shapes["confidence_head.proj.bias"] = (1,)
+    return shapes
+
+
+def _eagle3_shapes(spec: Eagle3Spec) -> Shapes:
+    """Of what an EAGLE-3 drafter has besides a decoder layer, and of projections of two inputs side by side."""
+    D, M, decoder = spec.decoder.hidden_size, spec.num_taps, spec.decoder
+    shapes: Shapes = {"fc.weight": (D, M * D), "layers.0.hidden_norm.weight": (D,)}
+    for name, num_heads in (("q", decoder.num_heads), ("k", decoder.num_kv_heads), ("v", decoder.num_kv_heads)):
+        shapes[f"layers.0.self_attn.{name}_proj.weight"] = (num_heads * decoder.head_dim, 2 * D)
+    if spec.tap_norm == "joint":
+        shapes["input_norm.weight"] = (M * D,)
+    if spec.tap_norm == "each":
+        shapes |= {f"fc_norm.{tap}.weight": (D,) for tap in range(M)}
     return shapes
 
 

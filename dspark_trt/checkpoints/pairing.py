@@ -6,7 +6,7 @@ it is read; what is left is that this configuration is the target's.
 
 from __future__ import annotations
 
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
 from dspark_trt.errors import PairingError
 
 _NEXT = "use the target that the drafter was trained for"
@@ -31,7 +31,7 @@ def check_specs(target: TargetSpec, drafter: DrafterSpec) -> None:
                 f"target_layer_ids: the drafter reads layers {list(taps)}, but the target has layers 0 to "
                 f"{num_layers - 1} (-1 is the embedding), so {tap} is not one; {_NEXT}"
             )
-    if drafter.mask_token_id >= decoder.vocab_size:
+    if isinstance(drafter, BlockDrafterSpec) and drafter.mask_token_id >= decoder.vocab_size:
         raise PairingError(
             f"mask_token_id: the drafter's is {drafter.mask_token_id}, but the target's vocabulary ends at "
             f"{decoder.vocab_size - 1}; {_NEXT}"

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+# token: the one at the position; next: the one behind it, which is known too once the position is committed
+IngestedIds = Literal["none", "token", "next"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,46 +101,76 @@ class BlockAttention:
 PLAIN_ATTENTION = BlockAttention()
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterSpec:
-    """A DSpark drafter checkpoint (paper section 3.1), or a DFlash one where `markov_rank` is 0.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterBase:
+    """What every drafter that is a model says, whatever its family. A family adds `kind` and what only it has.
 
-    The block is anchor first: the anchor's position predicts the first draft. Or it is mask first: the anchor's
-    position predicts nothing, and gamma masks behind it do.
+    Whoever does not make a family's graphs reads nothing else (see docs/architecture.md).
     """
 
     decoder: DecoderSpec  # its own layers; same hidden size and vocabulary as the target's
     gamma: int
-    mask_token_id: int
     target_layer_ids: tuple[int, ...]  # strictly increasing; i = output of decoder layer i, -1 = embedding output
-    markov_rank: int  # 0: no head
-    markov_head_type: MarkovHeadType
-    has_confidence_head: bool
-    has_confidence_bias: bool
-    is_confidence_with_markov: bool
     has_own_embedding: bool  # in the file and different from the target's
     has_own_head: bool
     num_target_layers: int | None = (
         None  # layers of the target that it was trained for, where its configuration says so
     )
     is_last_tap_normed: bool = True  # a tap of the target's last layer is what its final norm makes of it
-    is_mask_first: bool = False
-    block_attention: tuple[BlockAttention, ...] = ()  # of each layer; empty: PLAIN_ATTENTION in all
-    draft_vocab_size: int | None = None  # rows of its head and of W2 (None: of the whole vocabulary)
+    draft_vocab_size: int | None = None  # rows of its head, and of W2 (None: of the whole vocabulary)
 
     @property
     def num_taps(self) -> int:
         return len(self.target_layer_ids)
 
     @property
-    def block_length(self) -> int:
-        """Positions of a block of gamma drafts."""
-        return self.gamma + self.is_mask_first
-
-    @property
     def num_draft_ids(self) -> int:
         """Target ids that can be proposed."""
         return self.draft_vocab_size or self.decoder.vocab_size
+
+    @property
+    def block_length(self) -> int:
+        """Positions that a call for gamma drafts writes behind the context, at most."""
+        return self.gamma
+
+    @property
+    def ingested_ids(self) -> IngestedIds:
+        """Which token an ingested position needs besides its taps."""
+        return "none"
+
+    @property
+    def row_state_width(self) -> int:
+        """Numbers that the engine keeps of each row's last ingested position, besides K/V."""
+        return 0
+
+    @property
+    def is_sequential(self) -> bool:
+        """Whether a slot's K/V are written before the next slot is drafted: gamma runs of the layers in one call."""
+        return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDrafterSpec(DrafterBase):
+    """A DSpark drafter checkpoint (paper section 3.1), or a DFlash one where `markov_rank` is 0.
+
+    The block is anchor first: the anchor's position predicts the first draft. Or it is mask first: the anchor's
+    position predicts nothing, and gamma masks behind it do.
+    """
+
+    kind: Literal["block"] = "block"
+    mask_token_id: int
+    markov_rank: int  # 0: no head
+    markov_head_type: MarkovHeadType
+    has_confidence_head: bool
+    has_confidence_bias: bool
+    is_confidence_with_markov: bool
+    is_mask_first: bool = False
+    block_attention: tuple[BlockAttention, ...] = ()  # of each layer; empty: PLAIN_ATTENTION in all
+
+    @property
+    def block_length(self) -> int:
+        """Positions of a block of gamma drafts."""
+        return self.gamma + self.is_mask_first
 
     def attention_of(self, layer: int) -> BlockAttention:
         return self.block_attention[layer] if self.block_attention else PLAIN_ATTENTION
@@ -147,6 +179,37 @@ class DrafterSpec:
     def is_plain_attention(self) -> bool:
         """Whether every layer sees the whole context and the whole block."""
         return all(each == PLAIN_ATTENTION for each in self.block_attention)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Spec(DrafterBase):
+    """An EAGLE-3 drafter: one decoder layer that drafts a token after the other (arXiv 2503.01840).
+
+    The feature of position t is `fc` of its taps; the layer reads it together with the embedding of the token at t + 1.
+    Behind the last position the drafter's own output takes the place of the feature.
+    """
+
+    kind: Literal["eagle3"] = "eagle3"
+    is_residual_normed: bool = False  # norm_before_residual: the residual stream starts behind hidden_norm
+    is_output_normed: bool = False  # norm_output: the next step is fed what the final norm makes of this one's output
+    tap_norm: Literal["none", "each", "joint"] = "none"  # of the taps before fc: fc_norm, norm_before_fc
+
+    @property
+    def ingested_ids(self) -> IngestedIds:
+        return "next"
+
+    @property
+    def row_state_width(self) -> int:
+        """The feature of the last ingested position, from which the first draft is made."""
+        return self.decoder.hidden_size
+
+    @property
+    def is_sequential(self) -> bool:
+        return True
+
+
+DrafterSpec = BlockDrafterSpec | Eagle3Spec  # told apart by `kind`
+FAMILY_NAMES: dict[str, str] = {"block": "block drafter", "eagle3": "EAGLE-3 drafter"}
 
 
 @dataclass(frozen=True, slots=True)

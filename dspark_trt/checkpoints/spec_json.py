@@ -8,14 +8,15 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from dspark_trt.checkpoints.spec import DrafterSpec, DraftSource, NgramSpec, TargetSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, DraftSource, Eagle3Spec, NgramSpec, TargetSpec
 from dspark_trt.errors import ManifestError, place
 
-Spec = TypeVar("Spec", TargetSpec, DrafterSpec, NgramSpec)
+Spec = TypeVar("Spec")
+_DRAFT_SOURCES: dict[str, type[DraftSource]] = {"ngram": NgramSpec, "block": BlockDrafterSpec, "eagle3": Eagle3Spec}
 
 
-def spec_to_json(spec: TargetSpec | DraftSource) -> dict[str, Any]:
-    """The specification as JSON-able values."""
+def spec_to_json(spec: Any) -> dict[str, Any]:
+    """A TargetSpec or a DraftSource as JSON-able values."""
     values: dict[str, Any] = TypeAdapter(type(spec)).dump_python(spec, mode="json")
     return values
 
@@ -27,9 +28,12 @@ def target_spec_from_json(values: Any) -> TargetSpec:
 
 def drafter_spec_from_json(values: Any) -> DraftSource:
     """Raises ManifestError when `values` were not written by `spec_to_json`."""
-    if isinstance(values, dict) and values.get("kind") == "ngram":
-        return _from_json(NgramSpec, values)
-    return _from_json(DrafterSpec, values)
+    kind = values.get("kind") if isinstance(values, dict) else None
+    if not isinstance(kind, str) or kind not in _DRAFT_SOURCES:
+        raise ManifestError(
+            f"drafter: kind: expected one of {', '.join(_DRAFT_SOURCES)}, found {kind!r}; run the build again"
+        )
+    return _from_json(_DRAFT_SOURCES[kind], values)
 
 
 def read_draft_source(build: Path) -> DraftSource:

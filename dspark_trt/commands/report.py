@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dspark_trt.checkpoints.spec import FAMILY_NAMES
 from dspark_trt.commands.logs import console as errors
 from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX
 
@@ -196,9 +197,12 @@ def _drafter(source: str, drafter: dict[str, Any]) -> dict[str, str]:
             "drafting": f"up to {drafter['gamma']} drafts copied from each request's own text",
         }
     taps = list(drafter["target_layer_ids"])
+    parts = [f"gamma {drafter['gamma']}", _head(drafter) if drafter["kind"] == "block" else "one token after the other"]
+    if ids := drafter["draft_vocab_size"]:
+        parts.append(f"a head for {ids} ids")
     return {
-        "drafter": f"{source} ({_decoder(drafter)})",
-        "drafting": f"gamma {drafter['gamma']}, {_head(drafter)}, taps {taps}",
+        "drafter": f"{source} ({FAMILY_NAMES[drafter['kind']]}, {_decoder(drafter)})",
+        "drafting": ", ".join([*parts, f"taps {taps}" if taps else "no taps"]),
     }
 
 
@@ -213,8 +217,6 @@ def _head(drafter: dict[str, Any]) -> str:
         parts.append("mask first")
     if limited := [each for each in drafter.get("block_attention", ()) if each["is_causal"] or each["window"]]:
         parts.append(f"{len(limited)} of {len(drafter['block_attention'])} layers causal or with a window")
-    if ids := drafter.get("draft_vocab_size"):
-        parts.append(f"a head for {ids} ids")
     return ", ".join(parts)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
-from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.calibration import Calibration, blocks_around
 from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.scheduler import SchedulerConfig, parse_scheduler
 from dspark_trt.runtime.corrections import AcceptanceCorrection, TimeCorrection
@@ -110,7 +110,7 @@ class _Deciders:
         survival = np.cumprod(np.asarray(chances))
         neutral = Calibration.from_temperatures([1.0] * gamma)
         self._prices = StepPrices(table, TimeCorrection(is_on=False))
-        history = SurvivalHistory(num_rows=concurrency, gamma=gamma, prior=survival)
+        history = SurvivalHistory(num_rows=concurrency, gamma=gamma, prior=blocks_around(survival))
         self._policy: DraftPolicy | None = None
         if config.mode == "auto":
             config = SchedulerConfig(mode="early_stop" if table.is_smooth else "lagged_budget")

@@ -1,7 +1,8 @@
 """Names, element types and symbolic shapes of every graph input and output. Exporter and engines read them here only.
 
 Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` vocabulary, `D` hidden, `M` tap layers,
-`K` KV heads, `C` row capacity, `H` head dim; `B` KV rows and `S` padded query length of one row group.
+`K` KV heads, `C` row capacity, `H` head dim, `X` width of a row state; `B` KV rows and `S` padded query length of one
+row group.
 
 A *row group* is one attention call: a contiguous range of B KV rows with their queries padded to S. The target has two,
 `decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row
@@ -19,11 +20,14 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | {group}.past_lengths | int64 [B] | valid positions of the row; 0 for a row without tokens |
 | | {group}.query_lengths | int64 [B] | tokens of the row, 0 for a row without tokens |
 | | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | range of the pool |
-| ingest | taps | float [T, M*D] | |
+| ingest | taps | float [T, M*D] | absent without tap layers |
+| | token_ids | int64 [T] | where the family reads ids (`DrafterDims.ingested_ids`) |
+| | last_tokens | int64 [R] | where rows have a state: packed index of each segment's last token |
 | | positions | int64 [T] | |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
-| | context.tokens, .past_lengths, .query_lengths | int64 | `standard` attention: a row group |
+| | context.tokens, .past_lengths, .query_lengths | int64 | other attention: a row group |
 | draft | anchor_ids, past_lengths | int64 [R] | |
+| | row_states | float [R, X] | where rows have a state: that of the row's last ingested position |
 | | temperatures, uniforms | float32 [R], [R, G] | |
 | | block_rows | int64 [R] | the request's row within the range |
 | | row_requests | int64 [B] | the request of each row of the range; any for a row without request |
@@ -33,12 +37,14 @@ Caches are bound as that range of the pool, and every cache output is the same m
 |---|---|---|
 | target | logits | float32 [L, V] |
 | | taps | float [T, M*D], absent without tap layers |
+| ingest | last_states | float [R, X]: the state of each segment's last position, where rows have one |
 | draft | draft_ids | int64 [R, G] |
 | | draft_logits | float32 [R, G, W] |
 | | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
 | all | {cache}.out | the cache of that name, written in place |
 | select | | inputs and outputs of `dspark::PrefixSelect`, by their names (see its README) |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
+| draft | {cache}.slot_{j} | the same instead of it, after each slot but the last, where slots are drafted in turn |
 """
 
 from __future__ import annotations
@@ -81,12 +87,15 @@ UNIFORMS = "uniforms"
 BLOCK_ROWS = "block_rows"
 ROW_REQUESTS = "row_requests"
 ROW_QUERY_LENGTHS = "row_query_lengths"
+LAST_TOKENS = "last_tokens"
+ROW_STATES = "row_states"
 
 LOGITS = "logits"
 TAPS = "taps"
 DRAFT_IDS = "draft_ids"
 DRAFT_LOGITS = "draft_logits"
 CONFIDENCE_LOGITS = "confidence_logits"
+LAST_STATES = "last_states"
 
 ElementType = Literal["int64", "float32", "float16", "bfloat16"]
 
@@ -126,6 +135,10 @@ def cache_output(cache: str) -> str:
 
 def cache_block_output(cache: str) -> str:
     return f"{cache}.block"
+
+
+def cache_slot_output(cache: str, slot: int) -> str:
+    return f"{cache}.slot_{slot}"
 
 
 def row_group(group: str) -> tuple[Binding, ...]:
@@ -173,9 +186,11 @@ def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
 
 
 def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    where = row_group(CONTEXT) if dims.attention == "standard" else (Binding(ROWS, "int64", ("T",)),)
+    where = (Binding(ROWS, "int64", ("T",)),) if dims.attention == "drafter" else row_group(CONTEXT)
     return (
-        Binding(TAPS, dims.element_type, ("T", dims.tap_width)),
+        *((Binding(TAPS, dims.element_type, ("T", dims.tap_width)),) if dims.num_taps else ()),
+        *((Binding(TOKEN_IDS, "int64", ("T",)),) if dims.ingested_ids != "none" else ()),
+        *((Binding(LAST_TOKENS, "int64", ("R",)),) if dims.row_state_width else ()),
         Binding(POSITIONS, "int64", ("T",)),
         *where,
         *caches(CONTEXT, dims),
@@ -183,7 +198,12 @@ def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
 
 
 def ingest_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return cache_outputs(CONTEXT, dims)
+    return (*_row_states(LAST_STATES, dims), *cache_outputs(CONTEXT, dims))
+
+
+def _row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
+    width = dims.row_state_width
+    return (Binding(name, dims.element_type, ("R", width)),) if width else ()
 
 
 def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
@@ -192,6 +212,7 @@ def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
         Binding(PAST_LENGTHS, "int64", ("R",)),
         Binding(TEMPERATURES, "float32", ("R",)),
         Binding(UNIFORMS, "float32", ("R", dims.gamma)),
+        *_row_states(ROW_STATES, dims),
         Binding(BLOCK_ROWS, "int64", ("R",)),
         Binding(ROW_REQUESTS, "int64", (f"B_{CONTEXT}",)),
         Binding(ROW_QUERY_LENGTHS, "int64", (f"B_{CONTEXT}",)),
@@ -199,16 +220,25 @@ def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
     )
 
 
+def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
+    """Every output of a draft graph that is the memory of `cache`."""
+    between: tuple[str, ...] = ()
+    if dims.attention != "standard":
+        slots = tuple(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1))
+        between = slots if dims.is_sequential else (cache_block_output(cache),)
+    return (cache_output(cache), *between)
+
+
 def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    block: tuple[Binding, ...] = ()
-    if dims.attention == "drafter":
-        block = tuple(Binding(cache_block_output(b.name), b.element_type, b.shape) for b in caches(CONTEXT, dims))
     return (
         Binding(DRAFT_IDS, "int64", ("R", dims.gamma)),
         Binding(DRAFT_LOGITS, "float32", ("R", dims.gamma, dims.vocab_size)),
         Binding(CONFIDENCE_LOGITS, "float32", ("R", dims.gamma)),
-        *cache_outputs(CONTEXT, dims),
-        *block,
+        *(
+            Binding(output, cache.element_type, cache.shape)
+            for cache in caches(CONTEXT, dims)
+            for output in draft_cache_outputs(cache.name, dims)
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from dspark_trt.errors import RecipeError
 Floats = NDArray[np.float64]
 
 UNKNOWN_CONFIDENCE = 0.7  # of a drafter that nothing has been measured of
+NUM_TYPICAL_BLOCKS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,18 @@ class Calibration:
     greedy: SlotCalibration
     sampled: SlotCalibration
     survival: tuple[float, ...] = ()  # [G] mean survival of slot j where it was measured; (): not measured
+    blocks: tuple[tuple[float, ...], ...] = ()  # `typical_blocks` where they were measured; (): not measured
 
     @property
     def expected_survival(self) -> Floats:
         """Mean survival of each slot before anything of a request is known, [G]."""
         guess = tuple(UNKNOWN_CONFIDENCE**slot for slot in range(1, self.gamma + 1))
         return np.array(self.survival or guess, dtype=np.float64)
+
+    @property
+    def expected_blocks(self) -> Floats:
+        """Survivals of equally likely blocks before anything is known, [N, G]."""
+        return np.array(self.blocks, dtype=np.float64) if self.blocks else blocks_around(self.expected_survival)
 
     @classmethod
     def from_temperatures(cls, temperatures: Sequence[float]) -> Calibration:
@@ -84,3 +91,20 @@ class Calibration:
             scaled += shifts[np.where(is_greedy, 0, 1), :num_slots]
         confidence: Floats = np.where(is_finite, np.tanh(0.5 * scaled) * 0.5 + 0.5, 0.0)
         return confidence
+
+
+def typical_blocks(survival: Floats) -> Floats:
+    """Means of NUM_TYPICAL_BLOCKS equal parts of blocks [N, G], ordered by how many of their drafts survive."""
+    ordered = survival[np.argsort(survival.sum(axis=1))]
+    if len(ordered) < NUM_TYPICAL_BLOCKS:
+        ordered = np.repeat(ordered, -(-NUM_TYPICAL_BLOCKS // len(ordered)), axis=0)
+    ends = np.linspace(0, len(ordered), NUM_TYPICAL_BLOCKS + 1).astype(np.int64)
+    means: Floats = np.add.reduceat(ordered, ends[:-1], axis=0) / np.diff(ends)[:, None]
+    return means
+
+
+def blocks_around(survival: Floats) -> Floats:
+    """A guess, where only mean survivals [G] are known: odds spread evenly between 0 and twice the mean. [N, G]"""
+    shares = np.linspace(0.0, 2.0, NUM_TYPICAL_BLOCKS, endpoint=False) + 1.0 / NUM_TYPICAL_BLOCKS
+    blocks: Floats = np.minimum(survival[None, :] * shares[:, None], 1.0)
+    return blocks

@@ -10,7 +10,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec, TargetSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec, DrafterSpec, IngestedIds, TargetSpec
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import EngineBuildError
 
@@ -18,7 +18,7 @@ Attention = Literal["gqa", "drafter", "standard"]
 FloatType = Literal["float32", "float16", "bfloat16"]  # of weights, hidden states, taps and caches
 
 METADATA_KEY = "dspark_dims"  # of the graph's metadata_props
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 # Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where
 # TensorRT takes an address, at multiples of 256 bytes.
 TILE_POSITIONS = 64
@@ -58,7 +58,7 @@ class TargetDims:
 
 @dataclass(frozen=True, slots=True)
 class DrafterDims:
-    """Sizes of the two drafter graphs."""
+    """Sizes of the two drafter graphs, and what an engine of any family has to hand them."""
 
     limits: EngineLimits
     cache: CacheDims
@@ -69,6 +69,9 @@ class DrafterDims:
     gamma: int  # G
     element_type: FloatType = "float32"
     is_mask_first: bool = False  # the anchor's position stands before the slots and predicts nothing
+    ingested_ids: IngestedIds = "none"  # ids that `ingest` reads beside the taps
+    row_state_width: int = 0  # numbers that are kept of a row's last ingested position: out of `ingest`, into `draft`
+    is_sequential: bool = False  # a draft call writes the caches once for each slot, one after the other
 
     @property
     def tap_width(self) -> int:
@@ -117,7 +120,10 @@ def drafter_dims(
         spec.num_taps,
         spec.gamma,
         element_type,
-        spec.is_mask_first,
+        is_mask_first=isinstance(spec, BlockDrafterSpec) and spec.is_mask_first,
+        ingested_ids=spec.ingested_ids,
+        row_state_width=spec.row_state_width,
+        is_sequential=spec.is_sequential,
     )
 
 

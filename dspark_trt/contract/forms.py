@@ -5,12 +5,12 @@ from __future__ import annotations
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 
-from dspark_trt.checkpoints.spec import DrafterSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec
 from dspark_trt.contract.dims import DrafterDims, FloatType
 
 
 def markov_head_form(
-    spec: DrafterSpec,
+    spec: BlockDrafterSpec,
     element_type: FloatType,
     top_n: int = 0,
     *,

@@ -58,21 +58,32 @@ class TargetOutput:
 
 @dataclass(frozen=True, slots=True)
 class IngestBatch:
-    """Taps of committed positions that enter the drafter's context, packed segment after segment."""
+    """Committed positions that enter the drafter's context, packed segment after segment.
 
-    taps: Array  # [T, M*D]
+    The runtime always gives both ids of a position; an engine reads what its family needs (`DrafterDims`): taps, the
+    token at the position (a language model that drafts), or the token behind it (EAGLE-3), which is known by then: it
+    is committed too, or it is the anchor. An engine may keep numbers of each row's last ingested position beside K/V;
+    they move with the row.
+    """
+
+    taps: Array  # [T, M*D]; without tap layers M = 0
     rows: Int64  # [R]
     past_lengths: Int64  # [R], context positions already in the row
     query_lengths: Int64  # [R], >= 1; sums to T
+    token_ids: Int64 | None = None  # [T] at each position; not needed where taps alone are read
+    next_ids: Int64 | None = None  # [T] behind each position; not needed where taps alone are read
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """One draft block of n <= gamma slots for each of R requests (paper section 3.1)."""
+    """One draft block of n <= gamma slots for each of R requests (paper section 3.1).
+
+    How the slots come about is the family's: all at once, or one after the other inside the call.
+    """
 
     rows: Int64  # [R], no row twice
     anchor_ids: Int64  # [R]
-    past_lengths: Int64  # [R], context positions = position of the anchor
+    past_lengths: Int64  # [R], >= 1, context positions = position of the anchor
     temperatures: Float32  # [R], 0 = argmax
     uniforms: Float32  # [R, n] in [0, 1)
     wants_logits: bool = True  # whether somebody reads draft_logits: not where every draft is an argmax

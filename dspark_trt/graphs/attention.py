@@ -4,6 +4,7 @@
 |---|---|---|
 | target, causal over packed tokens | `gqa` | `standard` |
 | drafter, a block | `drafter` | `standard` |
+| drafter, slots one after the other | `drafter` | `standard` |
 | drafter, context that only enters the cache | `drafter` | `standard` |
 
 An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share.
@@ -15,12 +16,18 @@ from __future__ import annotations
 import logging
 from typing import Protocol
 
-from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec
 from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
-from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
+from dspark_trt.graphs.attention_slot import GqaSlotAttention
+from dspark_trt.graphs.attention_standard import (
+    StandardBlockAttention,
+    StandardCausalAttention,
+    StandardContext,
+    StandardSlotAttention,
+)
 from dspark_trt.graphs.builder import GraphBuilder
 
 logger = logging.getLogger(__name__)
@@ -69,7 +76,9 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
 
 
-def block_attention(builder: GraphBuilder, spec: DrafterSpec, dims: DrafterDims, positions: str) -> AttentionEmitter:
+def block_attention(
+    builder: GraphBuilder, spec: BlockDrafterSpec, dims: DrafterDims, positions: str
+) -> AttentionEmitter:
     """For the draft block: every slot sees the context before the anchor and all slots (paper section 3.1), or less
     where a layer says so.
 
@@ -80,6 +89,21 @@ def block_attention(builder: GraphBuilder, spec: DrafterSpec, dims: DrafterDims,
             return FoldedBlockAttention(builder, spec, length=dims.block_length, positions=positions)
         case "standard":
             return StandardBlockAttention(builder, spec, dims)
+    raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
+
+
+def slot_attention(
+    builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, *, slot: int, positions: str
+) -> AttentionEmitter:
+    """For slot `slot` of dims.gamma that are drafted one after the other: a token sees all positions up to its own.
+
+    `positions` [R] of the slot's tokens.
+    """
+    match dims.attention:
+        case "drafter":
+            return GqaSlotAttention(builder, spec, slot=slot, num_slots=dims.gamma, positions=positions)
+        case "standard":
+            return StandardSlotAttention(builder, spec, dims, slot=slot, num_slots=dims.gamma, positions=positions)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 

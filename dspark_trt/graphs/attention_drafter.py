@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, DecoderSpec, DrafterSpec
+from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, BlockDrafterSpec, DecoderSpec
 from dspark_trt.contract import bindings
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.rotary import split_query_key
@@ -46,7 +46,7 @@ class ScatterContext:
 class FoldedBlockAttention:
     """Attention of draft blocks: what a layer's slots see is `drafter.attention_of(layer)`."""
 
-    def __init__(self, builder: GraphBuilder, drafter: DrafterSpec, *, length: int, positions: str) -> None:
+    def __init__(self, builder: GraphBuilder, drafter: BlockDrafterSpec, *, length: int, positions: str) -> None:
         """`positions` [R * G] of blocks of `length`."""
         self._builder = builder
         self._drafter = drafter

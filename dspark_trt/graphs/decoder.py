@@ -22,12 +22,25 @@ from dspark_trt.graphs.weights import TensorSource
 class Linears:
     """Linear layers on packed tokens, from one source of weights and in one precision."""
 
-    def __init__(self, builder: GraphBuilder, source: TensorSource, bits: LinearBits, element_type: FloatType) -> None:
-        """`element_type` of weights and biases; that of block scales and of what goes in and out."""
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        source: TensorSource,
+        bits: LinearBits,
+        element_type: FloatType,
+        *,
+        is_read_again: bool = False,
+    ) -> None:
+        """`element_type` of weights and biases; that of block scales and of what goes in and out.
+
+        is_read_again: several nodes of the graph read each weight. ONNX Runtime would pack it once for each of them, as
+        many copies in memory; float32 weights that can be overridden stay memory-mapped, as they are.
+        """
         self._builder = builder
         self._source = source
         self._bits = bits
         self._element_type = element_type
+        self._is_overridable = is_read_again and element_type == "float32"  # in 16 bits TensorRT takes it for an input
 
     def __call__(self, x: str, weight: str, *, bias: str | None = None, output: str | None = None) -> str:
         """x [T, in], weight [out, in] -> [T, out]. Weights keep the checkpoint's layout, so that none is copied."""
@@ -88,7 +101,8 @@ class Linears:
         return builder.op("Mul", product, row_scale, output=output)
 
     def _tensor(self, name: str) -> str:
-        return self._builder.initializer(self._source.tensor(name, self._element_type))
+        tensor = self._source.tensor(name, self._element_type)
+        return self._builder.initializer(tensor, can_be_overridden=self._is_overridable and len(tensor.dims) > 1)
 
 
 def _float(builder: GraphBuilder, value: float) -> str:
@@ -108,13 +122,14 @@ class DecoderParts:
         bits: LinearBits,
         positions: str,
         num_positions: int,
+        is_read_again: bool = False,
     ) -> None:
-        """`positions` [T] of the packed tokens, all below `num_positions`."""
+        """`positions` [T] of the packed tokens, all below `num_positions`; `is_read_again` as in `Linears`."""
         self._builder = builder
         self._spec = spec
         self._source = source
         self._numbers = numbers
-        self._linear = Linears(builder, source, bits, numbers.model)
+        self._linear = Linears(builder, source, bits, numbers.model, is_read_again=is_read_again)
         self._rotary = Rotary(builder, spec, numbers, positions, num_positions)
 
     def layer(self, layer: int, x: str, attention: AttentionEmitter) -> str:

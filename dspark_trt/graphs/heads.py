@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from dspark_trt_plugins.markov_head.form import W2
+from dspark_trt_plugins.markov_head.form import W2, MarkovHeadForm
 from dspark_trt_plugins.markov_head.function_body import markov_head_function, markov_head_node
 from numpy.typing import NDArray
 
-from dspark_trt.checkpoints.spec import DrafterSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.forms import markov_head_form
 from dspark_trt.errors import ExportError
@@ -18,7 +18,7 @@ from dspark_trt.graphs.weights import TensorSource
 
 def emit_markov_head(
     builder: GraphBuilder,
-    spec: DrafterSpec,
+    spec: BlockDrafterSpec,
     weights: TensorSource,
     numbers: Numbers,
     *,
@@ -58,10 +58,46 @@ def emit_markov_head(
     if draft_vocab is not None:
         builder.op("Gather", builder.constant(draft_vocab), outputs[0], axis=0, output=bindings.DRAFT_IDS)
     if not form.has_confidence_head:
-        _emit_margin(builder, vocab_size)
+        emit_margin(builder, vocab_size)
 
 
-def _emit_margin(builder: GraphBuilder, vocab_size: int) -> None:
+def emit_draw(
+    builder: GraphBuilder, numbers: Numbers, *, logits: str, hidden: str, uniforms: str, vocab_size: int, top_n: int
+) -> tuple[str, str]:
+    """One slot that is drafted before the next one is computed, by a MarkovHead of one slot without a head.
+
+    logits [R, W] and hidden [R, D] of the model's type, uniforms [R, 1] -> columns [R, 1] and the finite logits
+    [R, 1, W] that they were drawn from, float32. Raises ExportError when there are not more than `top_n` logits.
+    """
+    check_top_n(vocab_size, top_n)
+    form = MarkovHeadForm(
+        gamma=1,
+        vocab_size=vocab_size,
+        markov_rank=0,
+        has_confidence_head=False,
+        has_confidence_bias=False,
+        is_confidence_with_markov=False,
+        top_n=top_n,
+        weight_type=numbers.model,
+        logits_type=numbers.model,
+    )
+    slot = builder.vector(1)
+    inputs = [
+        builder.op("Unsqueeze", logits, slot),
+        builder.op("Unsqueeze", hidden, slot),
+        bindings.ANCHOR_IDS,
+        bindings.TEMPERATURES,
+        uniforms,
+    ]
+    name = builder.fresh("MarkovHead")
+    outputs = f"{name}:ids", f"{name}:logits"
+    node = markov_head_node(form, inputs, outputs)
+    node.name = name  # a slot's own
+    builder.node(node, markov_head_function(form))
+    return outputs
+
+
+def emit_margin(builder: GraphBuilder, vocab_size: int) -> None:
     """Largest minus second largest draft logit of each slot, [R, n]:
     what a drafter without a head knows of its odds. Of a single logit, itself."""
     if vocab_size == 1:

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, DrafterCheckpoint, Eagle3Spec, TargetCheckpoint, TargetSpec
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
 from dspark_trt.errors import CapacityError
 from dspark_trt.reference.attention import seen_by_block
+from dspark_trt.reference.eagle3 import ReferenceEagle3Engine
 from dspark_trt.reference.heads import ReferenceHeads
 from dspark_trt.reference.model import ReferenceCache, ReferenceDecoder
 from dspark_trt.reference.weights import ReferenceWeights
@@ -30,20 +31,23 @@ def open_reference_engines(
     *,
     limits: EngineLimits,
     device: str = "cpu",
-) -> tuple[ReferenceTargetEngine, ReferenceDraftEngine]:
+) -> tuple[ReferenceTargetEngine, ReferenceDraftEngine | ReferenceEagle3Engine]:
     """Target and drafter on one device; an embedding or head that the drafter does not own is shared with the target.
 
     Whatever the device, arrays go in and come out as numpy.
     """
     target_weights = ReferenceWeights(target.weights, device)
+    target_engine = ReferenceTargetEngine(
+        target.spec,
+        target_weights,
+        taps=drafter.spec.target_layer_ids,
+        norm_last_tap=drafter.spec.is_last_tap_normed,
+        limits=limits,
+    )
+    if isinstance(drafter.spec, Eagle3Spec):
+        return target_engine, ReferenceEagle3Engine(drafter.spec, drafter, target, target_weights, limits=limits)
     return (
-        ReferenceTargetEngine(
-            target.spec,
-            target_weights,
-            taps=drafter.spec.target_layer_ids,
-            norm_last_tap=drafter.spec.is_last_tap_normed,
-            limits=limits,
-        ),
+        target_engine,
         ReferenceDraftEngine(
             drafter.spec,
             ReferenceWeights(drafter.weights, device),
@@ -175,7 +179,7 @@ class ReferenceDraftEngine(_Engine):
 
     def __init__(
         self,
-        spec: DrafterSpec,
+        spec: BlockDrafterSpec,
         weights: ReferenceWeights,
         *,
         draft_ids: NDArray[np.int64] | None = None,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dspark_trt.checkpoints.spec import DrafterSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec
 from dspark_trt.reference.weights import ReferenceWeights
 
 Int64 = NDArray[np.int64]
@@ -20,7 +20,7 @@ _LARGEST_LOGIT = 1e30  # stands for infinity, so that draft probabilities are al
 class ReferenceHeads:
     """The sequential stage of the drafter. Source: paper section 3.1, eq. 4-7."""
 
-    def __init__(self, spec: DrafterSpec, weights: ReferenceWeights, draft_ids: Int64 | None = None) -> None:
+    def __init__(self, spec: BlockDrafterSpec, weights: ReferenceWeights, draft_ids: Int64 | None = None) -> None:
         """`draft_ids` [V]: target ids of the rows of W2 and of the base logits' columns; None: the same."""
         self._spec = spec
         self._weights = weights

@@ -12,6 +12,7 @@ from typing import Literal
 
 import torch
 
+from dspark_trt.checkpoints.drafters.block import block_spec
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract.dims import DrafterDims, FloatType, TargetDims, drafter_dims, target_dims
@@ -77,6 +78,7 @@ def open_reference_sessions(
         element_type=element_type,
     )
     of_drafter = drafter_dims(drafter.spec, limits=limits, attention="standard", element_type=element_type)
+    spec = block_spec(drafter, "the runtime of devices")
     with torch_errors(f"weights on {device}"):
         target_weights = ReferenceWeights(target.weights, device, getattr(torch, element_type))
         drafter_weights = ReferenceWeights(drafter.weights, device, getattr(torch, element_type))
@@ -88,9 +90,9 @@ def open_reference_sessions(
                 drafter.spec.target_layer_ids,
                 norm_last_tap=drafter.spec.is_last_tap_normed,
             ),
-            ingest=TorchIngestSession(drafter.spec, drafter_weights, of_drafter),
+            ingest=TorchIngestSession(spec, drafter_weights, of_drafter),
             draft=TorchDraftSession(
-                drafter.spec,
+                spec,
                 drafter_weights,
                 of_drafter,
                 target_spec=target.spec,

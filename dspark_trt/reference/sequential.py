@@ -15,7 +15,7 @@ from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
 from dspark_trt_plugins.prefix_select.reference import prefix_select
 
-from dspark_trt.checkpoints.spec import DrafterSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, FloatType
 from dspark_trt.contract.forms import markov_head_form, select_form
@@ -35,7 +35,7 @@ ELEMENT_TYPES: dict[torch.dtype, FloatType] = {
 class SequentialStage:
     """Draws the G drafts of every request, one after the other. Source: paper section 3.1, eq. 4-7."""
 
-    def __init__(self, spec: DrafterSpec, weights: ReferenceWeights) -> None:
+    def __init__(self, spec: BlockDrafterSpec, weights: ReferenceWeights) -> None:
         """On a GPU raises EnvironmentMissingError without triton or cuda-bindings, EngineBuildError where they fail."""
         form = markov_head_form(spec, ELEMENT_TYPES[weights.element_type])
         self._output_names = form.output_names

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
-from dspark_trt.checkpoints.spec import BlockAttention, DrafterSpec, TargetSpec
+from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, TargetSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.contract.drafter_form import LOWEST, columns_of
@@ -116,7 +116,7 @@ class TorchIngestSession(TorchSession):
 
     name = bindings.INGEST_GRAPH
 
-    def __init__(self, spec: DrafterSpec, weights: ReferenceWeights, dims: DrafterDims) -> None:
+    def __init__(self, spec: BlockDrafterSpec, weights: ReferenceWeights, dims: DrafterDims) -> None:
         self._dims = dims
         self._weights = weights
         self._decoder = ReferenceDecoder(spec.decoder, weights)
@@ -147,7 +147,7 @@ class TorchDraftSession(TorchSession):
 
     def __init__(
         self,
-        spec: DrafterSpec,
+        spec: BlockDrafterSpec,
         weights: ReferenceWeights,
         dims: DrafterDims,
         *,

@@ -101,18 +101,23 @@ class DraftPolicy:
         if not num_requests or not step.caps.any():
             return DraftChoice.nobody(num_requests)
         if lookup_survival is None:
-            return self._with_explored(step, self._best_or_last(step, _NO_LOOKUPS), may_explore=step.caps > 0)
+            return self._with_explored(step, self._best_or_last(step, _NO_LOOKUPS))
         found = lookup_survival.sum(axis=1)
         choice = self._best_or_last(step, lookup_survival)
         is_better = found > self._last_promise
         if is_better.any():
             choice = _without(choice, is_better)
-        choice = self._with_explored(step, choice, may_explore=(step.caps > 0) & ~is_better)
+        choice = self._with_explored(step, choice, is_excluded=is_better)
         return replace(choice, is_looking_up=(found > 0) & ~choice.is_drafting)
 
-    def _with_explored(self, step: Decoding, choice: DraftChoice, *, may_explore: NDArray[np.bool_]) -> DraftChoice:
-        choice = self._explore(step, choice, may_explore=may_explore)
-        self._seen_at[step.rows[choice.is_drafting]] = self._num_steps
+    def _with_explored(
+        self, step: Decoding, choice: DraftChoice, *, is_excluded: NDArray[np.bool_] | None = None
+    ) -> DraftChoice:
+        if self._num_steps % STEPS_BETWEEN_LOOKS == 0:
+            may_explore = step.caps > 0 if is_excluded is None else (step.caps > 0) & ~is_excluded
+            choice = self._explore(step, choice, may_explore=may_explore)
+        if choice.num_slots:
+            self._seen_at[step.rows[choice.is_drafting]] = self._num_steps
         return choice
 
     def move_row(self, source: int, destination: int) -> None:
@@ -185,7 +190,7 @@ class DraftPolicy:
 
     def _explore(self, step: Decoding, choice: DraftChoice, *, may_explore: NDArray[np.bool_]) -> DraftChoice:
         """Add the request whose drafts were seen longest ago, when enough time has been saved up for it."""
-        if self._num_steps % STEPS_BETWEEN_LOOKS or choice.is_drafting.all():
+        if choice.is_drafting.all():
             return choice
         is_new = self._seen_generation[step.rows] != step.generations
         self._seen_generation[step.rows] = step.generations

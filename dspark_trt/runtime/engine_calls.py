@@ -82,24 +82,27 @@ class EngineCalls:
         self.context_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self.record = StepRecord()  # of the step that is running
         self._pending = PendingTaps()
+        self._packed_ids = np.empty(0, dtype=np.int64)  # [T] of the step's verification
         vocab = None if drafter is None else drafter.draft_vocab
         self._draft_vocabulary = DraftVocabulary.of(vocab, target.vocab_size)
 
     def keep_taps(self, segments: Sequence[Segment], results: Sequence[Acceptance], output: TargetOutput) -> None:
-        """Copy the taps of what this step committed, for the requests that go on drafting."""
+        """Copy taps and ids of what this step committed, for the requests that go on drafting."""
         if self.drafter is None:
             return
-        self._pending.drop([segment.state for segment in segments if not segment.state.needs_taps])
-        committed = [
-            (segment.state, segment.first_token, result.num_committed(segment))
-            for segment, result in zip(segments, results, strict=True)
-            if segment.state.needs_taps
-        ]
-        self._pending.keep(committed, output.taps)
+        committed, done = [], []
+        for segment, result in zip(segments, results, strict=True):
+            if segment.state.needs_taps:
+                committed.append((segment.state, segment.first_token, result.num_committed(segment)))
+            else:
+                done.append(segment.state)
+        self._pending.drop(done)
+        self._pending.keep(committed, output.taps, self._packed_ids)
 
-    def num_pending(self, states: Sequence[RequestState]) -> NDArray[np.int64]:
-        """Positions that the drafter's context lacks, of each request."""
-        return np.array([self._pending.num_positions(state) for state in states], dtype=np.int64)
+    def num_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Positions that the drafter's context lacks, of the requests in these rows."""
+        missing: NDArray[np.int64] = self.target_cache.committed[rows] - self.context_cache.committed[rows]
+        return missing
 
     def draft(self, states: Sequence[RequestState], num_slots: int) -> DraftBlock | None:
         """One draft block for each request, after its context was brought up to the anchor; None without requests.
@@ -124,6 +127,7 @@ class EngineCalls:
     ) -> tuple[list[Segment], TargetOutput]:
         """One forward pass of the target. Its reservations stand until `commit`. verify_lens [R]."""
         batch, segments = pack(plan, verify_lens, block, self.target_cache)
+        self._packed_ids = batch.token_ids
         self._reserve(plan, verify_lens)
         self._record_batch(plan, int(verify_lens.sum()))
         with self._call("verify_ms", plan.states):
@@ -149,7 +153,8 @@ class EngineCalls:
             check_selection(select, drafts.verify_lens)
             block = self._block(batch, output.draft_logits, drafts.draft_ids, drafts.confidence_logits)
         self._record_draft(plan.drafting, block)
-        _, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
+        packed, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
+        self._packed_ids = packed.token_ids
         with self._call("verify_ms", plan.states):
             wait_for(output.target.logits)
         self._record_verification(plan)
@@ -202,7 +207,10 @@ class EngineCalls:
         """
         if self.drafter is None:
             return None
-        states = [*drafting, *(state for state in self._pending.overdue() if state not in drafting)]
+        overdue = self._pending.overdue()
+        if not drafting and not overdue:
+            return None
+        states = [*drafting, *(state for state in overdue if state not in drafting)]
         last: _Ingest | None = None
         while (
             taken := self._pending.take(states, self.context_cache, self.target.limits.max_batch_tokens)
@@ -239,7 +247,7 @@ class EngineCalls:
     def _record_batch(self, plan: StepPlan, num_drafts: int) -> None:
         record = self.record
         record.num_requests, record.num_prefill_tokens = len(plan.decode), plan.num_prefill_tokens
-        record.num_drafting, record.num_explored = plan.num_drafting, int(plan.is_explored.sum())
+        record.num_drafting, record.num_explored = plan.num_drafting, int(np.count_nonzero(plan.is_explored))
         record.num_looking_up = len(plan.lookups)
         record.num_drafts_proposed += sum(len(lookup.draft_ids) for lookup in plan.lookups)
         record.num_drafts_verified = num_drafts

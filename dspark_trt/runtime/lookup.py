@@ -26,22 +26,27 @@ class TokenIndex:
     """Where each short run of one request's tokens stood last."""
 
     def __init__(self, token_ids: Iterable[int]) -> None:
-        self._tokens: list[int] = []
+        self._tokens: list[int] = list(token_ids)
         self._followed_at: dict[tuple[int, ...], int] = {}
-        for token_id in token_ids:
-            self.append(token_id)
+        self._num_filed = 0  # tokens whose runs are filed
 
     def append(self, token_id: int) -> None:
-        """File the runs that end here, now that the token behind them is known."""
+        """Only remembers the token: runs are filed when somebody looks up, which under load may be never."""
+        self._tokens.append(token_id)
+
+    def _file(self) -> None:
+        """File the runs that ended since the last time and have a token behind them."""
         tokens = self._tokens
-        for length in _FILED_LENGTHS:
-            if len(tokens) < length:
-                break
-            self._followed_at[tuple(tokens[-length:])] = len(tokens)
-        tokens.append(token_id)
+        for at in range(self._num_filed, len(tokens)):
+            for length in _FILED_LENGTHS:
+                if at < length:
+                    break
+                self._followed_at[tuple(tokens[at - length : at])] = at
+        self._num_filed = len(tokens)
 
     def look_up(self, num_drafts: int) -> Lookup | None:
         """What followed the longest match; None without a match. Where text repeats itself, so do the drafts."""
+        self._file()
         tokens = self._tokens
         for length in reversed(_FILED_LENGTHS):
             at = self._followed_at.get(tuple(tokens[-length:])) if len(tokens) > length else None

@@ -1,4 +1,4 @@
-"""Taps of committed positions that the drafter's context does not have yet.
+"""Taps and ids of committed positions that the drafter's context does not have yet.
 
 Shape letters: `T` tokens, `M`*`D` tap width. Source: DESIGN section 3, Caches.
 
@@ -9,11 +9,11 @@ drafting resumes without loss.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from array_api_compat import array_namespace
+from numpy.typing import NDArray
 
 from dspark_trt.contract.protocol import IngestBatch
 from dspark_trt.runtime.arrays import take_rows
@@ -25,13 +25,18 @@ Array = Any  # of the engine's library
 MAX_PENDING_POSITIONS = 128  # of a request; more are brought up although nothing is drafted
 
 
-@dataclass(frozen=True, slots=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """Consecutive positions of one request in the copy that a step made."""
 
     taps: Array  # [T, M*D] of the whole step
     first: int
-    count: int
+    token_ids: NDArray[np.int64]  # of its positions
+
+    def split(self, count: int) -> tuple[_Chunk, _Chunk]:
+        """The first `count` positions, and the rest."""
+        return _Chunk(self.taps, self.first, self.token_ids[:count]), _Chunk(
+            self.taps, self.first + count, self.token_ids[count:]
+        )
 
 
 class PendingTaps:
@@ -41,16 +46,25 @@ class PendingTaps:
         self._chunks: dict[RequestState, list[_Chunk]] = {}
         self._counts: dict[RequestState, int] = {}  # positions of the chunks
 
-    def keep(self, committed: Sequence[tuple[RequestState, int, int]], taps: Array) -> None:
-        """Copy what a step committed, since the target's buffer is used again: (request, its first token, how many)."""
+    def keep(
+        self, committed: Sequence[tuple[RequestState, int, int]], taps: Array, token_ids: NDArray[np.int64]
+    ) -> None:
+        """Copy what a step committed, since the target's buffer is used again: (request, its first token, how many).
+
+        token_ids [T] of the step's packed call; they are not written again.
+        """
         if not committed:
             return
-        copy = take_rows(taps, np.concatenate([np.arange(first, first + count) for _, first, count in committed]))
-        at = 0
-        for state, _, count in committed:
-            self._chunks.setdefault(state, []).append(_Chunk(copy, at, count))
-            self._counts[state] = self._counts.get(state, 0) + count
-            at += count
+        copy = take_rows(taps, [at for _, first, count in committed for at in range(first, first + count)])
+        begin = 0
+        for state, first, count in committed:
+            chunk = _Chunk(copy, begin, token_ids[first : first + count])
+            if state in self._chunks:
+                self._chunks[state].append(chunk)
+                self._counts[state] += count
+            else:
+                self._chunks[state], self._counts[state] = [chunk], count
+            begin += count
 
     def num_positions(self, state: RequestState) -> int:
         return self._counts.get(state, 0)
@@ -71,6 +85,7 @@ class PendingTaps:
         """The taps of `states` as one call, of at most max_tokens; call again until there is None."""
         taken: list[RequestState] = []
         counts: list[int] = []
+        following: list[int] = []  # the token behind the positions taken, of each request
         chunks: list[_Chunk] = []
         room = max_tokens
         for state in states:
@@ -78,12 +93,12 @@ class PendingTaps:
             waiting = self._chunks.get(state, [])
             while waiting and room:
                 chunk = waiting.pop(0)
-                if chunk.count > room:
-                    waiting.insert(0, _Chunk(chunk.taps, chunk.first + room, chunk.count - room))
-                    chunk = _Chunk(chunk.taps, chunk.first, room)
+                if len(chunk.token_ids) > room:
+                    chunk, rest = chunk.split(room)
+                    waiting.insert(0, rest)
                 chunks.append(chunk)
-                count += chunk.count
-                room -= chunk.count
+                count += len(chunk.token_ids)
+                room -= len(chunk.token_ids)
             if not waiting:
                 self.drop([state])
             elif count:
@@ -91,14 +106,21 @@ class PendingTaps:
             if count:
                 taken.append(state)
                 counts.append(count)
+                following.append(int(waiting[0].token_ids[0]) if waiting else state.next_id)
         if not taken:
             return None
         rows = np.array([state.row for state in taken], dtype=np.int64)
+        query_lengths = np.array(counts, dtype=np.int64)
+        token_ids = np.concatenate([chunk.token_ids for chunk in chunks])
+        next_ids = np.append(token_ids[1:], 0)
+        next_ids[query_lengths.cumsum() - 1] = following
         return taken, IngestBatch(
             taps=_joined(chunks),
             rows=rows,
             past_lengths=context.committed[rows],
-            query_lengths=np.array(counts, dtype=np.int64),
+            query_lengths=query_lengths,
+            token_ids=token_ids,
+            next_ids=next_ids,
         )
 
 
@@ -109,6 +131,6 @@ def _joined(chunks: Sequence[_Chunk]) -> Array:
     for chunk in chunks:
         if chunk.taps is not first.taps or chunk.first != end:
             xp = array_namespace(first.taps)
-            return xp.concat([chunk.taps[chunk.first : chunk.first + chunk.count, :] for chunk in chunks])
-        end += chunk.count
+            return xp.concat([chunk.taps[chunk.first : chunk.first + len(chunk.token_ids), :] for chunk in chunks])
+        end += len(chunk.token_ids)
     return first.taps[first.first : end, :]

@@ -50,23 +50,33 @@ class Planner:
         decode = [state for state in running if state.phase is Phase.DECODE]
         prompts = [state for state in running if state.phase is Phase.PREFILL]
         caps = np.array([draft_cap(state, self._max_verify_len) for state in decode], dtype=np.int64)
-        context_tokens = float(self._engines.target_cache.committed[: len(running)].mean())
+        context_tokens = int(self._engines.target_cache.committed[: len(running)].sum()) / len(running)
         lookups: list[Lookup | None] = [None] * len(decode)
         if self._scheduling is not None and self._scheduling.looks_up_beside(len(decode)):
             lookups = [
                 state.look_up(cap) if cap > 0 else None for state, cap in zip(decode, caps.tolist(), strict=True)
             ]
+        prefill_tokens = 0
+        if prompts:
+            prefill_tokens = max_prefill_tokens(
+                self._prices,
+                len(decode),
+                context_tokens,
+                max_batch_tokens=self._limits.max_batch_tokens,
+                max_stretch=self._max_stretch,
+            )
         choice = DraftChoice.nobody(len(decode))
         if self._scheduling is not None:
             self._scheduling.begin_step()
+            rows = np.array([state.row for state in decode], dtype=np.int64)
             decoding = Decoding(
-                rows=np.array([state.row for state in decode], dtype=np.int64),
+                rows=rows,
                 generations=np.array([state.generation for state in decode], dtype=np.int64),
                 caps=caps,
-                num_pending=self._engines.num_pending(decode),
+                num_pending=self._engines.num_pending(rows),
                 context_tokens=context_tokens,
             )
-            are_greedy = [is_greedy(state.params.temperature) for state in decode]
+            are_greedy = [is_greedy(state.params.temperature) for state in decode] if any(lookups) else []
             choice = self._scheduling.who_drafts(decoding, lookups, are_greedy)
         plan = plan_step(
             decode,
@@ -75,13 +85,7 @@ class Planner:
             caps=caps,
             lookups=lookups,
             max_batch_tokens=self._limits.max_batch_tokens,
-            max_prefill_tokens=max_prefill_tokens(
-                self._prices,
-                len(decode),
-                context_tokens,
-                max_batch_tokens=self._limits.max_batch_tokens,
-                max_stretch=self._max_stretch,
-            ),
+            max_prefill_tokens=prefill_tokens,
             context_tokens=context_tokens,
         )
         for index, state in enumerate(plan.decode):

@@ -180,8 +180,7 @@ class PrefixScheduler:
     def advance(self) -> None:
         """A step begins. One that drafted nothing still makes the survivals of those before it a step older."""
         if not self._is_recorded:
-            nobody = np.empty(0, dtype=np.int64)
-            self._history.record(nobody, nobody, np.empty((0, self._calibration.gamma)))
+            self._history.record_nothing()
         self._is_recorded = False
 
     def move_row(self, source: int, destination: int) -> None:

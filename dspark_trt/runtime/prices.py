@@ -39,6 +39,14 @@ class StepPrices:
         curve[0] = without
         return curve + self.host(num_requests)
 
+    def verify_drafts(self, num_requests: int, context_tokens: float, first: int, num_drafts: int) -> float:
+        """The target's call with `first` extra tokens and so many drafts: one price of `with_drafts`."""
+        curve = self.table.step_curve(num_requests, context_tokens, first, first + num_drafts)
+        without = float(curve[0]) * self._correction.factor("verify", num_requests)
+        if not num_drafts:
+            return without
+        return max(float(curve[-1]) * self._correction.factor("verify_drafts", num_requests), without)
+
     def host(self, num_requests: int) -> float:
         """A step outside the engines."""
         return self.table.host_cost(num_requests, is_drafting=False) * self._correction.factor("host", num_requests)

@@ -64,7 +64,7 @@ class Scheduling:
         self.times = TimeCorrection(is_on=config.corrects)
         self.acceptance = AcceptanceCorrection(gamma, is_on=config.corrects)
         self.prices = None if table is None else StepPrices(table, self.times)
-        history = SurvivalHistory(num_rows=num_rows, gamma=gamma, prior=calibration.expected_survival)
+        history = SurvivalHistory(num_rows=num_rows, gamma=gamma, prior=calibration.expected_blocks)
         self._has_drafter = has_drafter
         self._is_auto = config.mode == "auto"
         self._lookup_survival: LookupSurvival | None = None
@@ -122,13 +122,13 @@ class Scheduling:
         self, decoding: Decoding, lookups: Sequence[Lookup | None] = (), are_greedy: Sequence[bool] = ()
     ) -> DraftChoice:
         """Fixed before anything is drafted. lookups, are_greedy [R]; empty where nobody looks up."""
-        nobody = np.zeros(len(decoding.rows), dtype=np.bool_)
-        is_found = np.array([lookup is not None for lookup in lookups] or nobody, dtype=np.bool_)
-        survival = self._survival_of_lookups(decoding, lookups, are_greedy)
+        survival = self._survival_of_lookups(decoding, lookups, are_greedy) if any(lookups) else None
         if self._policy is not None:
             self._choice = self._policy.choose(decoding, survival)
             return self._choice
+        nobody = np.zeros(len(decoding.rows), dtype=np.bool_)
         if not self._has_drafter:
+            is_found = np.array([lookup is not None for lookup in lookups] or nobody, dtype=np.bool_)
             return DraftChoice(0, nobody, nobody, is_found)
         return DraftChoice(self._max_verify_len, ~nobody, nobody, nobody)
 
@@ -188,6 +188,8 @@ class Scheduling:
 
     def learn(self, plan: StepPlan, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """What became of this step's drafts; seen by decisions two steps later."""
+        if not plan.num_offering:
+            return
         verified = np.array([len(segment.draft_ids) for segment in segments[: plan.num_offering]], dtype=np.int64)
         accepted = np.array([each.num_accepted_drafts for each in results[: plan.num_offering]], dtype=np.int64)
         drafting = slice(plan.num_drafting)

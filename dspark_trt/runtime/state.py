@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from functools import partial
+from functools import lru_cache, partial
 from typing import cast
 
 import numpy as np
@@ -76,6 +76,11 @@ class RequestState:
         return len(self.prompt_ids) - self.num_prefilled
 
     @property
+    def next_id(self) -> int:
+        """The token behind all that are committed: the prompt's, or the anchor."""
+        return self.anchor_id if self.num_unfilled == 0 else int(self.prompt_ids[self.num_prefilled])
+
+    @property
     def may_draft(self) -> bool:
         """Whether a later step may draft for this request; once false, it stays so and its taps are not needed."""
         num_drawn_without_drafts = 0 if self.num_generated else 1  # the first token comes from the prompt
@@ -133,12 +138,19 @@ class RequestState:
         """Draw the randomness of this step, once: slots 1 .. num_slots, every purpose. Nobody looks at that of a
         greedy request whose logits are not edited."""
         if is_greedy(self.params.temperature) and not self.processors.has_edits:
-            self.words = np.zeros((num_slots, len(Purpose)), dtype=np.uint64)
+            self.words = _unread_words(num_slots)
             return
         self.words = random_words(self.key, step_index=self.step_index, num_slots=num_slots)
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.submitted_at) * 1e3
+
+
+@lru_cache(maxsize=64)
+def _unread_words(num_slots: int) -> NDArray[np.uint64]:
+    words = np.zeros((num_slots, len(Purpose)), dtype=np.uint64)
+    words.flags.writeable = False  # shared by all requests
+    return words
 
 
 def new_state(

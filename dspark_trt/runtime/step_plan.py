@@ -85,8 +85,7 @@ class StepPlan:
 
     def verify_ms(self, prices: StepPrices, num_drafts: int) -> float:
         """Expected milliseconds of the target's call with so many drafts."""
-        curve = prices.with_drafts(self.num_segments, self.context_tokens, self.num_extra_tokens, num_drafts)
-        return float(curve[-1]) - prices.host(self.num_segments)
+        return prices.verify_drafts(self.num_segments, self.context_tokens, self.num_extra_tokens, num_drafts)
 
     def draft_ms(self, prices: StepPrices, num_ingested: int) -> float:
         """Expected milliseconds of the drafter's calls."""

@@ -200,4 +200,6 @@ def _ingest(target: TargetEngine, num_tokens: int, gamma: int, depth: int) -> In
         rows=verified.rows,
         past_lengths=np.maximum(verified.past_lengths - verified.query_lengths, 0),
         query_lengths=verified.query_lengths,
+        token_ids=verified.token_ids,
+        next_ids=verified.token_ids,
     )

@@ -1,4 +1,9 @@
-"""Times calls in rounds: every call once in each, so that a burst of other work falls on many points once."""
+"""Times calls in rounds: every call once in each, so that a burst of other work falls on many points once.
+
+Other work only ever adds time, and prices of drafts are small differences between calls. So a call is told from the
+others by the lower quartile of its repeats, which such work disturbs least; what a typical median lies above it, over
+all calls, is added to every one: prices are those of a machine as busy as this one.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +11,14 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Literal
 
 import numpy as np
 
 from dspark_trt.log import Progress
 
-NUM_SWEEPS = 5
+NUM_SWEEPS = 9
 NUM_SWEEPS_OF_LONG_STEPS = 3
 LONG_STEP_MS = 150.0
 WARM_UP_SHARE = 1 / 3  # of a budget; what has had no turn by then is left out where it may be
@@ -25,14 +31,19 @@ Calls = Mapping[Key, Callable[[], object]]
 class Timing:
     """The repeats of one call."""
 
-    ms: float  # median
+    ms: float
     spread: float  # between the quartiles, as a share of the median
     num_repeats: int = NUM_SWEEPS
 
-    @classmethod
-    def of(cls, repeats: list[float]) -> Timing:
-        low, median, high = np.quantile(repeats, (0.25, 0.5, 0.75))
-        return cls(float(median), float((high - low) / max(median, 1e-9)), len(repeats))
+
+def timings(repeats: Mapping[Key, list[float]]) -> dict[Key, Timing]:
+    """Of the milliseconds of every call's repeats."""
+    quartiles = {key: np.quantile(times, (0.25, 0.5, 0.75)) for key, times in repeats.items()}
+    above = float(np.median([median / max(low, 1e-9) for low, median, _ in quartiles.values()] or [1.0]))
+    return {
+        key: Timing(float(low) * above, float((high - low) / max(median, 1e-9)), len(repeats[key]))
+        for key, (low, median, high) in quartiles.items()
+    }
 
 
 def sweep(
@@ -52,21 +63,25 @@ def sweep(
     started = time.perf_counter()
     wanted = {**{key: call for key, call in calls.items() if key not in optional}, **calls}  # `optional` ones last
     times: dict[Key, list[float]] = {key: [] for key in wanted}
+    random = Random(0)
     num_rounds, longest = num_warm_ups + NUM_SWEEPS, 0.0
     for index in range(num_rounds):
         begun = time.perf_counter()
         if index > num_warm_ups and begun - started + longest > budget_s:
             break
         counted = index - num_warm_ups
-        for position, (key, call) in enumerate(list(wanted.items())):
+        keys = list(wanted)
+        if counted >= 0:  # so that no call always follows the same one, nor shares a slow moment with the same ones
+            random.shuffle(keys)
+        for position, key in enumerate(keys):
             if index == 0 and key in optional and time.perf_counter() - started > WARM_UP_SHARE * budget_s:
                 del wanted[key]
             elif counted < NUM_SWEEPS_OF_LONG_STEPS or times[key][0] < LONG_STEP_MS:
                 start = time.perf_counter()
-                call()
+                calls[key]()
                 synchronize()
                 if counted >= 0:
                     times[key].append((time.perf_counter() - start) * 1e3)
             progress((index + position / len(calls)) / num_rounds)
         longest = max(longest, time.perf_counter() - begun)
-    return {key: Timing.of(times[key]) for key in calls if key in wanted}
+    return timings({key: times[key] for key in calls if key in wanted})

@@ -141,18 +141,11 @@ class StepTable:
         """Milliseconds of bringing the drafter's context forward by so many tokens."""
         if not num_tokens or not self.ingest_tokens:
             return 0.0
-        grid, values = self.ingest_tokens, isotonic(self.ingest_ms)
-        if num_tokens > grid[-1]:
-            return values[-1] * num_tokens / grid[-1]
-        return float(np.interp(num_tokens, grid, values))
+        return self._ingest(num_tokens)
 
     def host_cost(self, num_requests: int, *, is_drafting: bool) -> float:
         """Milliseconds of a step outside the engines."""
-        if not self.host_ms:
-            return 0.0
-        plain = float(np.interp(num_requests, self.num_requests, self.host_ms))
-        more = float(np.interp(num_requests, self.num_requests, self.drafting_host_ms)) if is_drafting else 0.0
-        return plain + more
+        return self._host(num_requests, is_drafting) if self.host_ms else 0.0
 
     @property
     def is_smooth(self) -> bool:
@@ -173,6 +166,19 @@ class StepTable:
         requests, _ = self._requests(num_requests)
         plane = self._at_depth(np.array(self.draft_ms), depth * CONTEXT_STEP)
         return sum(share * float(np.interp(num_slots, self.num_slots, plane[at])) for at, share in requests)
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _ingest(self, num_tokens: int) -> float:
+        grid, values = self.ingest_tokens, isotonic(self.ingest_ms)
+        if num_tokens > grid[-1]:
+            return values[-1] * num_tokens / grid[-1]
+        return float(np.interp(num_tokens, grid, values))
+
+    @lru_cache(maxsize=4096)  # noqa: B019
+    def _host(self, num_requests: int, is_drafting: bool) -> float:
+        plain = float(np.interp(num_requests, self.num_requests, self.host_ms))
+        more = float(np.interp(num_requests, self.num_requests, self.drafting_host_ms)) if is_drafting else 0.0
+        return plain + more
 
     def _requests(self, num_requests: int) -> tuple[list[tuple[int, float]], int]:
         """(index, share) of the measured request counts that price `num_requests`, and the count that is computed."""

@@ -53,26 +53,41 @@ def assert_same_drafts(output: DraftOutput, expected: DraftOutput) -> None:
 
 
 class Contexts:
-    """Random taps and lengths of every row; the same calls go to all engines."""
+    """Random taps, tokens and lengths of every row; the same calls go to all engines."""
 
     def __init__(self, *engines: DraftEngine, tap_width: int, seed: int = 0) -> None:
         self.engines = engines
         self.lengths = np.zeros(engines[0].limits.max_requests, np.int64)
+        self.next_ids = np.zeros(engines[0].limits.max_requests, np.int64)  # behind each row's positions: the anchors
         self.random = np.random.default_rng(seed)
         self._tap_width = tap_width
 
     def ingest(self, rows: list[int], query_lengths: list[int]) -> None:
         taps = self.random.standard_normal((sum(query_lengths), self._tap_width)).astype(np.float32)
-        batch = IngestBatch(taps, np.array(rows), self.lengths[rows], np.array(query_lengths))
+        tokens = [self._more_tokens(row, length) for row, length in zip(rows, query_lengths, strict=True)]
+        batch = IngestBatch(
+            taps,
+            np.array(rows),
+            self.lengths[rows],
+            np.array(query_lengths),
+            token_ids=np.concatenate([each[:-1] for each in tokens]),
+            next_ids=np.concatenate([each[1:] for each in tokens]),
+        )
         for engine in self.engines:
             engine.ingest(batch)
         self.lengths[rows] += query_lengths
+
+    def _more_tokens(self, row: int, count: int) -> np.ndarray:
+        """The token that was said to follow, and `count` more."""
+        tokens = np.append(self.next_ids[row], self.random.integers(0, 97, count))
+        self.next_ids[row] = tokens[-1]
+        return tokens
 
     def block(self, rows: list[int]) -> DraftBatch:
         count = len(rows)
         return DraftBatch(
             rows=np.array(rows),
-            anchor_ids=self.random.integers(0, 97, count),
+            anchor_ids=self.next_ids[rows],
             past_lengths=self.lengths[rows],
             temperatures=self.random.choice([0.0, 0.7, 1.0], count).astype(np.float32),
             uniforms=self.random.random((count, self.engines[0].gamma), dtype=np.float32),

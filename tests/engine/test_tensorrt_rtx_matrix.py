@@ -21,9 +21,11 @@ from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
+from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_drafter, write_target
 from tests.support.rtx_graphs import Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
 
+TWO_DRAFTS = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 2}]}}
 DRAFTER_GRAPHS = (bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
 
 
@@ -81,6 +83,22 @@ def test_a_mask_first_block_with_a_window_and_fewer_ids_compiles(tmp_path: Path)
     counts = {"ATTENTION_INPUT": 1, "ATTENTION_OUTPUT": 1, "KV_CACHE_UPDATE": 4, "PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2}
     assert counted_layers(facts) == {bindings.DRAFT_GRAPH: counts}
     assert facts[bindings.DRAFT_GRAPH].warnings == ()
+
+
+def test_graphs_of_an_eagle3_drafter_compile(tmp_path: Path) -> None:
+    """Two slots, one after the other: each has its attention, its writes into the cache and its draw."""
+    target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
+    drafter = write_eagle3(
+        tmp_path / "drafter", target, "speculators", layer_ids=(1, 3), draft_ids=DRAFT_IDS, extra=TWO_DRAFTS
+    )
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    graphs = [bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH]
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=graphs)
+    assert counted_layers(facts) == {
+        bindings.INGEST_GRAPH: {"KV_CACHE_UPDATE": 2, "ROTARY_EMBEDDING": 1},
+        bindings.DRAFT_GRAPH: {"KV_CACHE_UPDATE": 4, "PLUGIN_V3": 4, "ROTARY_EMBEDDING": 2},
+    }
+    assert [facts[graph].warnings for graph in graphs] == [(), ()]
 
 
 def check_compiled_elsewhere(pair: Pair, folder: Path, *, use_plugins: bool, names: Sequence[str] = GRAPHS) -> None:

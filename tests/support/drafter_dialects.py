@@ -57,8 +57,8 @@ def write_dialect(
     }[dialect]
     config, tensors = writer(config, tensors, "dflash" if is_plain_flash else "dspark")
     if draft_ids is not None:
-        _keep_ids(config, tensors, draft_ids)
-    _write(folder, _laid_over(config, extra), tensors)
+        keep_ids(config, tensors, draft_ids, vocab_size=config["transformer_layer_config"]["vocab_size"])
+    write_files(folder, laid_over(config, extra), tensors)
     return folder
 
 
@@ -80,7 +80,7 @@ def _zlab(config: Config, tensors: Tensors, kind: str) -> Written:
         "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "block_size": config["block_size"],
         "dflash_config": own,
-    }, _without(tensors, *_SHARED)
+    }, without(tensors, *_SHARED)
 
 
 def _specforge(config: Config, tensors: Tensors, kind: str) -> Written:
@@ -92,7 +92,7 @@ def _specforge(config: Config, tensors: Tensors, kind: str) -> Written:
         "architectures": ["DSparkDraftModel"],
         "block_size": config["block_size"],
         "dflash_config": own,
-    }, _without(tensors, *_SHARED)
+    }, without(tensors, *_SHARED)
 
 
 def _specforge_nested(config: Config, tensors: Tensors, kind: str) -> Written:
@@ -136,34 +136,34 @@ def _speculators(config: Config, tensors: Tensors, kind: str) -> Written:
     }
     if kind == "dspark":
         top |= {key: config[key] for key in _HEAD_KEYS if key in config}
-    return top, _without(tensors, "embed_tokens.weight")
+    return top, without(tensors, "embed_tokens.weight")
 
 
-def _keep_ids(config: Config, tensors: Tensors, draft_ids: NDArray[np.int64]) -> None:
+def keep_ids(config: Config, tensors: Tensors, draft_ids: NDArray[np.int64], *, vocab_size: int) -> None:
     """Rows of these target ids alone in the head and W2, and the two maps."""
     config["draft_vocab_size"] = len(draft_ids)
     for name in {"lm_head.weight", _W2} & set(tensors):
         tensors[name] = np.ascontiguousarray(tensors[name][draft_ids])
     tensors["d2t"] = draft_ids - np.arange(len(draft_ids))
-    tensors["t2d"] = np.isin(np.arange(config["transformer_layer_config"]["vocab_size"]), draft_ids)
+    tensors["t2d"] = np.isin(np.arange(vocab_size), draft_ids)
 
 
-def _without(tensors: Tensors, *names: str) -> Tensors:
+def without(tensors: Tensors, *names: str) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name not in names}
 
 
-def _laid_over(config: Config, extra: Config) -> Config:
+def laid_over(config: Config, extra: Config) -> Config:
     for key, value in extra.items():
         if value is None:
             config.pop(key, None)
         elif isinstance(value, dict) and isinstance(config.get(key), dict):
-            config[key] = _laid_over(config[key], value)
+            config[key] = laid_over(config[key], value)
         else:
             config[key] = value
     return config
 
 
-def _write(folder: Path, config: Config, tensors: Tensors) -> None:
+def write_files(folder: Path, config: Config, tensors: Tensors) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
-from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, TargetSpec
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.precision import Precision
@@ -39,7 +39,7 @@ class Pair:
     """A target, its drafter and where their graphs stand."""
 
     target: TargetSpec
-    drafter: DrafterSpec
+    drafter: BlockDrafterSpec
     graphs: Path
 
 

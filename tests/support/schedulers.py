@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dspark_trt.contract.calibration import Calibration
+from dspark_trt.contract.calibration import Calibration, blocks_around
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.corrections import AcceptanceCorrection
 from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, survival_of
@@ -19,7 +19,7 @@ class LogitScheduler:
     def __init__(self, config: SchedulerConfig, temperatures: Sequence[float], num_rows: int) -> None:
         self.calibration = Calibration.from_temperatures(temperatures)
         expected = np.ones(len(temperatures))
-        self.history = SurvivalHistory(num_rows=num_rows, gamma=len(temperatures), prior=expected)
+        self.history = SurvivalHistory(num_rows=num_rows, gamma=len(temperatures), prior=blocks_around(expected))
         self.prefixes = PrefixScheduler(
             config,
             calibration=self.calibration,

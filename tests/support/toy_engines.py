@@ -195,6 +195,7 @@ class ToyDrafter(FailingEngine):
         self.store = _Store(limits)
         self.edit_output: Callable[[DraftBatch, DraftOutput], None] | None = None
         self._last: DraftOutput | None = None
+        self._next_ids: dict[int, int] = {}  # of each row, behind its last ingested position
 
     @property
     def limits(self) -> EngineLimits:
@@ -214,7 +215,17 @@ class ToyDrafter(FailingEngine):
             taps = batch.taps[first : first + length]
             assert taps[:, 1].tolist() == list(range(past, past + length)), "taps of other positions"
             self.store.write(int(row), int(past), taps[:, 0].astype(np.int64))
+            self._check_ids(batch, int(row), int(past), taps[:, 0], slice(first, first + length))
             first += length
+
+    def _check_ids(self, batch: IngestBatch, row: int, past: int, tokens: np.ndarray, part: slice) -> None:
+        """Ids are those of the positions; what was said to follow the last one of a call came next."""
+        assert batch.token_ids is not None
+        assert batch.next_ids is not None
+        assert batch.token_ids[part].tolist() == tokens.tolist(), "ids of other positions"
+        assert batch.next_ids[part][:-1].tolist() == tokens[1:].tolist(), "another token follows"
+        assert not past or self._next_ids[row] == tokens[0], "another token follows the call before"
+        self._next_ids[row] = int(batch.next_ids[part][-1])
 
     @property
     def draft_vocab(self) -> np.ndarray | None:
@@ -249,7 +260,9 @@ class ToyDrafter(FailingEngine):
 
     def _draft_one(self, at: int, batch: DraftBatch, output: DraftOutput) -> None:
         temperature = float(batch.temperatures[at])
-        context = [*self.store.read(int(batch.rows[at]), int(batch.past_lengths[at])), int(batch.anchor_ids[at])]
+        row, anchor_id = int(batch.rows[at]), int(batch.anchor_ids[at])
+        context = [*self.store.read(row, int(batch.past_lengths[at])), anchor_id]
+        assert self._next_ids[row] == anchor_id, "the anchor does not follow what was ingested"
         begin, acceptance, margins = len(context), [], []
         num_slots = batch.uniforms.shape[1]
         ids = np.arange(self.language.vocab_size) if self._draft_vocab is None else self._draft_vocab
@@ -272,6 +285,7 @@ class ToyDrafter(FailingEngine):
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._called("move_row")
         self.store.move(source, destination, num_positions)
+        self._next_ids[destination] = self._next_ids.pop(source)
 
     def _forget(self) -> None:
         if self._last is not None:

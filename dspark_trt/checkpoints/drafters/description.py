@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, refuse_unsupported
-from dspark_trt.checkpoints.spec import BlockAttention, DrafterSpec, MarkovHeadType
+from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, MarkovHeadType
 from dspark_trt.errors import CheckpointError
 
 _MAX_BLOCK = 1024  # beyond any drafter
@@ -46,7 +46,7 @@ class Description:
     """One configuration. `spec` says what only tensors tell as the configuration does, or as if it were not there."""
 
     dialect: str
-    spec: DrafterSpec
+    spec: BlockDrafterSpec
     config: DrafterConfig
     is_confidence_told_by_tensors: bool = False  # where the key is absent
     rename: Callable[[str], str] = str  # of stored tensors to canonical names
@@ -96,7 +96,7 @@ def describe(
                 f"{where}: sliding_window = {each.window} is less than block_size = {config.block_size}: trainers and "
                 "engines disagree about what a slot sees then; expected a window of a block or more"
             )
-    spec = DrafterSpec(
+    spec = BlockDrafterSpec(
         decoder=decoder_spec(config, "qwen3", where),
         gamma=gamma,
         mask_token_id=config.mask_token_id,

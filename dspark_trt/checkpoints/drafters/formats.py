@@ -5,21 +5,20 @@ A wrong guess drafts badly without an error, so nothing is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from dspark_trt.checkpoints.config import architectures_of
 from dspark_trt.checkpoints.drafters import deepspec, dflash, speculators
+from dspark_trt.checkpoints.drafters.block import BlockReader
 from dspark_trt.checkpoints.drafters.description import Description
 from dspark_trt.errors import CheckpointError
 
-Reader = Callable[[dict[str, Any], str], Description]
 _USE = (
-    "expected a block drafter (DSpark or DFlash) of DeepSpec, speculators, SpecForge, NeMo or z-lab, for example "
-    "deepseek-ai/dspark_qwen3_8b_block7"
+    "expected a block drafter (DSpark or DFlash) of DeepSpec, speculators, SpecForge, NeMo or z-lab, or an EAGLE-3 "
+    "drafter of DeepSpec, speculators, SpecForge, AngelSlim or EAGLE, for example deepseek-ai/dspark_qwen3_8b_block7"
 )
 _SPECULATORS = {"dspark": speculators.read, "dflash": speculators.read}
-_ARCHITECTURES: dict[str, Reader] = {
+_ARCHITECTURES: dict[str, BlockReader] = {
     deepspec.ARCHITECTURE: deepspec.read,
     "DFlashDraftModel": dflash.read_zlab,
     "DSparkDraftModel": dflash.read_specforge,
@@ -27,13 +26,17 @@ _ARCHITECTURES: dict[str, Reader] = {
 }
 
 
-def read_description(values: dict[str, Any], where: str) -> Description:
-    """Raises CheckpointError that names the format where it is not a dialect of this room, or what is wrong in it."""
+def block_reader(values: dict[str, Any], where: str) -> BlockReader:
+    """What reads this configuration. Raises CheckpointError that names its format where nothing here does."""
     if name := _other_format(values):
         raise CheckpointError(f"{where}: this drafter is in {name}, which is not supported; {_USE}")
     kind = values.get("speculators_model_type")
-    reader = _SPECULATORS[kind] if kind is not None else _ARCHITECTURES[_architecture(values)]
-    return reader(values, where)
+    return _SPECULATORS[kind] if kind is not None else _ARCHITECTURES[_architecture(values)]
+
+
+def read_description(values: dict[str, Any], where: str) -> Description:
+    """What the configuration of a block drafter says. Raises CheckpointError as `block_reader` and the dialects do."""
+    return block_reader(values, where)(values, where)
 
 
 def _architecture(values: dict[str, Any]) -> str:
@@ -43,8 +46,12 @@ def _architecture(values: dict[str, Any]) -> str:
 def _other_format(values: dict[str, Any]) -> str | None:
     architecture, kind = _architecture(values), values.get("speculators_model_type")
     projector = (values["dflash_config"] or {}) if isinstance(values.get("dflash_config"), dict) else {}
-    if "Eagle" in architecture or "ttt_length" in values or str(kind).startswith(("eagle", "peagle")):
-        return f"the EAGLE-3 format ({architecture})"
+    if str(kind).startswith("peagle") or "PEagle" in architecture:
+        return f"the P-EAGLE format ({architecture})"
+    if str(kind).startswith("eagle"):
+        return f"the form of EAGLE-1 or 2 ({architecture})"
+    if "Eagle" in architecture or "ttt_length" in values:
+        return f"an EAGLE form that is not read ({architecture})"
     if "Medusa" in architecture or "medusa_num_heads" in values or kind in ("medusa", "hydra"):
         return "the Medusa format (heads on the last hidden state)"
     if "pard_token" in values or "Pard" in architecture or str(kind).startswith("pard"):

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from dspark_trt.checkpoints.drafters.block import block_spec
 from dspark_trt.checkpoints.drafters.deepspec import ARCHITECTURE
 from dspark_trt.checkpoints.drafters.draft_ids import D2T, T2D
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import (
     PLAIN_ATTENTION,
+    BlockDrafterSpec,
     DrafterCheckpoint,
-    DrafterSpec,
     RopeSpec,
     TargetCheckpoint,
     TargetSpec,
@@ -44,13 +45,14 @@ def write_drafter(
 
     Raises CheckpointError where the form cannot hold the drafter, with the key that decides.
     """
+    spec = block_spec(drafter, "convert")
     last_layer = target.spec.decoder.num_layers - 1
     make: Callable[[], Written] = {
-        "deepspec": lambda: _deepspec(drafter, target),
-        "speculators": lambda: _speculators(drafter, target, verifier),
+        "deepspec": lambda: _deepspec(spec, drafter, target),
+        "speculators": lambda: _speculators(spec, drafter, target, verifier),
     }[form]
     is_normed = form == "deepspec"
-    if last_layer in drafter.spec.target_layer_ids and drafter.spec.is_last_tap_normed != is_normed:
+    if last_layer in spec.target_layer_ids and spec.is_last_tap_normed != is_normed:
         raise CheckpointError(
             f"target_layer_ids: the drafter taps the target's last layer ({last_layer}) "
             f"{'before' if is_normed else 'behind'} its final norm, and {form} means "
@@ -63,8 +65,7 @@ def write_drafter(
     path.chmod(0o644)  # safetensors writes for the owner alone
 
 
-def _deepspec(drafter: DrafterCheckpoint, target: TargetCheckpoint) -> Written:
-    spec = drafter.spec
+def _deepspec(spec: BlockDrafterSpec, drafter: DrafterCheckpoint, target: TargetCheckpoint) -> Written:
     if spec.is_mask_first:
         raise CheckpointError(
             "sample_from_anchor: the drafter is mask first, and DeepSpec's code drafts anchor first whatever a key "
@@ -96,8 +97,9 @@ def _deepspec(drafter: DrafterCheckpoint, target: TargetCheckpoint) -> Written:
     return config, tensors
 
 
-def _speculators(drafter: DrafterCheckpoint, target: TargetCheckpoint, verifier: str) -> Written:
-    spec = drafter.spec
+def _speculators(
+    spec: BlockDrafterSpec, drafter: DrafterCheckpoint, target: TargetCheckpoint, verifier: str
+) -> Written:
     has_heads = spec.markov_rank > 0 or spec.has_confidence_head
     kind = "dspark" if has_heads else "dflash"
     windows, is_non_causal = _window_keys(spec)
@@ -121,7 +123,7 @@ def _speculators(drafter: DrafterCheckpoint, target: TargetCheckpoint, verifier:
     return config, tensors
 
 
-def _proposal(spec: DrafterSpec, target: TargetSpec, kind: str, verifier: str) -> dict[str, Any]:
+def _proposal(spec: BlockDrafterSpec, target: TargetSpec, kind: str, verifier: str) -> dict[str, Any]:
     return {
         "algorithm": kind,
         "default_proposal_method": "greedy",
@@ -130,7 +132,7 @@ def _proposal(spec: DrafterSpec, target: TargetSpec, kind: str, verifier: str) -
     }
 
 
-def _window_keys(spec: DrafterSpec) -> tuple[dict[str, Any], bool]:
+def _window_keys(spec: BlockDrafterSpec) -> tuple[dict[str, Any], bool]:
     """The keys of the layers, and sliding_window_non_causal."""
     layers = [spec.attention_of(layer) for layer in range(spec.decoder.num_layers)]
     sliding = {each for each in layers if each != PLAIN_ATTENTION}
@@ -150,7 +152,7 @@ def _window_keys(spec: DrafterSpec) -> tuple[dict[str, Any], bool]:
     return {"layer_types": types, "sliding_window": form.window, "use_sliding_window": True}, not form.is_causal
 
 
-def _decoder_keys(spec: DrafterSpec, drafter: DrafterCheckpoint) -> dict[str, Any]:
+def _decoder_keys(spec: BlockDrafterSpec, drafter: DrafterCheckpoint) -> dict[str, Any]:
     decoder = spec.decoder
     return {
         "model_type": "qwen3",
@@ -180,11 +182,11 @@ def _rope_keys(rope: RopeSpec) -> dict[str, Any]:
     return keys
 
 
-def _block_keys(spec: DrafterSpec) -> dict[str, Any]:
+def _block_keys(spec: BlockDrafterSpec) -> dict[str, Any]:
     return {"block_size": spec.block_length, "mask_token_id": spec.mask_token_id}
 
 
-def _head_keys(spec: DrafterSpec) -> dict[str, Any]:
+def _head_keys(spec: BlockDrafterSpec) -> dict[str, Any]:
     keys: dict[str, Any] = {"markov_rank": spec.markov_rank, "enable_confidence_head": spec.has_confidence_head}
     if spec.markov_rank:
         keys["markov_head_type"] = spec.markov_head_type

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,16 @@ def import_onnxruntime() -> Any:
         ) from None
     onnxruntime.disable_telemetry_events()  # where somebody else imported it first
     return onnxruntime
+
+
+@dataclass(frozen=True, slots=True)
+class OnnxRuntimeSettings:
+    """What is chosen when engines are opened, not when graphs are written."""
+
+    num_threads: int | None = None  # None: the cores this process may use
+
+
+DEFAULT_SETTINGS = OnnxRuntimeSettings()
 
 
 class GraphSession:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from dspark_trt.checkpoints.layout import EMBEDDING
-from dspark_trt.checkpoints.spec import DecoderSpec, DrafterCheckpoint, DrafterSpec, TargetCheckpoint
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec, DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.errors import CheckpointError
 
 
@@ -32,7 +32,7 @@ class BlockInput:
 class Drafter(nn.Module):
     """`embedding` [V, D] is the target's, its head as well; both stay as they are."""
 
-    def __init__(self, spec: DrafterSpec, embedding: torch.Tensor) -> None:
+    def __init__(self, spec: BlockDrafterSpec, embedding: torch.Tensor) -> None:
         """Raises CheckpointError for a form of drafter that this recipe does not train."""
         super().__init__()
         is_known = spec.markov_head_type == "vanilla" and spec.markov_rank and spec.is_confidence_with_markov

@@ -50,8 +50,9 @@ def refuse(path: Path, mode: str) -> None:
 def test_architecture_that_is_no_list_is_not_spelled_letter_by_letter(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target")
     drafter = write_drafter(tmp_path / "drafter", target, config_extra={"architectures": "LlamaForCausalLM"})
+    of_target = read_target_spec(str(target))
     with pytest.raises(CheckpointError, match=r"the format LlamaForCausalLM"):
-        read_drafter_spec(str(drafter))
+        read_drafter_spec(str(drafter), of_target)
 
 
 def test_expected_values_of_a_key_read_as_a_sentence(tmp_path: Path) -> None:

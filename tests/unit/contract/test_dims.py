@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dspark_trt.checkpoints.spec import DecoderSpec, DrafterSpec, RopeSpec, TargetSpec
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec, RopeSpec, TargetSpec
 from dspark_trt.contract.dims import drafter_dims, target_dims
 from dspark_trt.contract.protocol import EngineLimits
 
@@ -39,7 +39,7 @@ def test_every_row_of_standard_attention_begins_at_a_whole_address(
 ) -> None:
     spec, limits = decoder(num_kv_heads, head_dim), EngineLimits(3, max_seq_len, 17)
     target = TargetSpec(family="llama", decoder=spec, is_head_tied=True, eos_token_ids=(2,))
-    drafter = DrafterSpec(
+    drafter = BlockDrafterSpec(
         decoder=spec,
         gamma=7,
         mask_token_id=3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from dspark_trt.contract.calibration import blocks_around
 from dspark_trt.runtime.corrections import TimeCorrection
 from dspark_trt.runtime.draft_policy import EXPLORATION_SHARE, FIRST_LOOK_SHARE, Decoding, DraftChoice, DraftPolicy
 from dspark_trt.runtime.prices import StepPrices
@@ -36,7 +37,7 @@ class Batch:
     def __init__(self, survivals: list[np.ndarray], steps: StepTable, *, prior: np.ndarray = GOOD) -> None:
         self.survivals = np.array(survivals)
         num_rows = len(survivals)
-        self.history = SurvivalHistory(num_rows=num_rows, gamma=GAMMA, prior=prior)
+        self.history = SurvivalHistory(num_rows=num_rows, gamma=GAMMA, prior=blocks_around(prior))
         self.prices = StepPrices(steps, TimeCorrection())
         self.policy = DraftPolicy(self.prices, self.history, num_rows=num_rows, slot_counts=(1, 2, 3, 4, 7))
         self.rows = np.arange(num_rows)

@@ -166,7 +166,7 @@ def exchange(history: SurvivalHistory, rows: np.ndarray, generations: np.ndarray
 
 
 def test_history_belongs_to_the_occupant_and_not_to_the_row() -> None:
-    history = SurvivalHistory(num_rows=3, gamma=2, prior=np.ones(2))
+    history = SurvivalHistory(num_rows=3, gamma=2, prior=np.ones((1, 2)))
     rows = np.array([0, 1])
     first = np.array([[0.5, 0.4], [0.3, 0.2]])
     exchange(history, rows, np.array([10, 11]), first)
@@ -176,7 +176,7 @@ def test_history_belongs_to_the_occupant_and_not_to_the_row() -> None:
 
 
 def test_history_follows_a_moved_row() -> None:
-    history = SurvivalHistory(num_rows=3, gamma=1, prior=np.ones(1))
+    history = SurvivalHistory(num_rows=3, gamma=1, prior=np.ones((1, 1)))
     exchange(history, np.array([0, 2]), np.array([10, 12]), np.array([[0.5], [0.3]]))
     exchange(history, np.array([0, 2]), np.array([10, 12]), np.array([[0.6], [0.4]]))
     history.move(2, 0)
@@ -185,7 +185,7 @@ def test_history_follows_a_moved_row() -> None:
 
 
 def test_a_step_without_drafts_of_a_request_leaves_it_without_history() -> None:
-    history = SurvivalHistory(num_rows=2, gamma=1, prior=np.ones(1))
+    history = SurvivalHistory(num_rows=2, gamma=1, prior=np.ones((1, 1)))
     both, only_first = np.array([0, 1]), np.array([0])
     exchange(history, both, np.array([1, 2]), np.array([[0.5], [0.5]]))
     exchange(history, only_first, np.array([1]), np.array([[0.5]]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,7 @@ class TorchTarget(ToyTarget):
 class TorchDrafter(ToyDrafter):
     def ingest(self, batch: IngestBatch) -> None:
         assert isinstance(batch.taps, torch.Tensor), "taps stay in the engine's library"
-        super().ingest(
-            IngestBatch(batch.taps.numpy(), batch.rows, batch.past_lengths, batch.query_lengths),
-        )
+        super().ingest(replace(batch, taps=batch.taps.numpy()))
 
     def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
         output = super().draft(batch, ingest)

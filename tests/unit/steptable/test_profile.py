@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from dspark_trt.steptable import sweep as sweep_module
 from dspark_trt.steptable.doubts import doubts_of, steadier
 from dspark_trt.steptable.grid import context_grid, extra_grid, ingest_grid, padded_extra_grid, verification_batch
 from dspark_trt.steptable.profile import measure_calls
-from dspark_trt.steptable.sweep import NUM_SWEEPS_OF_LONG_STEPS, Calls, Key, Timing, sweep
+from dspark_trt.steptable.sweep import NUM_SWEEPS, NUM_SWEEPS_OF_LONG_STEPS, Calls, Key, Timing, sweep, timings
 
 KEY: Key = ("step", 0, 1, 0)
 QUIET = Load(0.0, 0.5)
@@ -50,10 +51,41 @@ def with_times(clock: Clock, milliseconds: list[float]) -> Clock:
 
 
 def test_what_engines_only_enqueue_is_timed_until_it_is_done(clock: Clock) -> None:
-    with_times(clock, [900.0, 900.0, 900.0, 4.0, 5.0, 6.0, 5.0, 5.0])
+    with_times(clock, [900.0, 900.0, 900.0, 4.0, *[5.0] * 7, 6.0])
     measured = sweep({KEY: clock.call}, lambda fraction: None, synchronize=clock.synchronize, num_warm_ups=3)
     assert measured[KEY].ms == pytest.approx(5.0)
-    assert clock.calls == ["call", "synchronize"] * 8
+    assert clock.calls == ["call", "synchronize"] * (3 + NUM_SWEEPS)
+
+
+def test_a_burst_of_other_work_changes_no_difference_between_calls() -> None:
+    quiet = {("step", 0, 1, extra): [20.0 + extra] * 9 for extra in range(6)}
+    disturbed = quiet | {("step", 0, 1, 1): [21.0] * 4 + [60.0] * 5}
+    assert {key: each.ms for key, each in timings(disturbed).items()} == {
+        key: each.ms for key, each in timings(quiet).items()
+    }
+
+
+def test_prices_are_those_of_a_machine_as_busy_as_it_was() -> None:
+    keys: list[Key] = [("step", 0, 1, extra) for extra in range(4)]
+    busy = timings({key: [10.0, 10.0, 11.0, 11.0, 12.0] for key in keys})
+    assert all(each.ms == pytest.approx(11.0) for each in busy.values())
+
+
+def test_no_round_times_its_calls_in_the_order_of_the_one_before(clock: Clock) -> None:
+    order: list[int] = []
+    keys: list[Key] = [("step", 0, 1, extra) for extra in range(12)]
+
+    def call_of(extra: int) -> Callable[[], None]:
+        def call() -> None:
+            order.append(extra)
+            clock.now += 0.001
+
+        return call
+
+    sweep({key: call_of(key[3]) for key in keys}, lambda fraction: None)
+    rounds = [tuple(order[at : at + 12]) for at in range(0, len(order), 12)]
+    assert rounds[0] == tuple(range(12))
+    assert len(set(rounds)) == len(rounds) == 1 + NUM_SWEEPS
 
 
 def test_steps_known_to_be_long_are_timed_fewer_times(clock: Clock) -> None:
@@ -68,7 +100,7 @@ def test_a_budget_leaves_out_rounds_and_then_what_a_table_can_do_without(clock: 
     options: dict[str, Any] = {"synchronize": clock.synchronize, "optional": set(keys[1:])}
     calls = dict.fromkeys(keys, clock.call)
     assert set(sweep(calls, lambda fraction: None, budget_s=3.05, **options)) == set(keys)
-    assert clock.now == pytest.approx(3.0)  # a warm-up and two rounds instead of five
+    assert clock.now == pytest.approx(3.0)  # a warm-up and two rounds instead of all
     clock.now = 0.0
     assert set(sweep(calls, lambda fraction: None, budget_s=0.95, **options)) == set(keys[:4])
     assert clock.now == pytest.approx(0.8)

@@ -162,11 +162,13 @@ def _ingest(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
         "T": ExtentRange(1, _tokens(limits, gamma).usual, largest),
         group[0]: _rows(limits),
         group[1]: ExtentRange(1, gamma + 1, gamma + 1),
+        "R": _rows(limits),  # of families that keep a state of each row
     }
+    requests = ExtentRange(1, 1, limits.max_requests)
     return (
         Profile("verify", committed),
         *(
-            Profile(f"prefill {most}", {"T": _chunk(limits), group[0]: rows, group[1]: length})
+            Profile(f"prefill {most}", {"T": _chunk(limits), group[0]: rows, group[1]: length, "R": requests})
             for most, (rows, length) in _prefill(limits)
         ),
     )

@@ -1,0 +1,159 @@
+"""DraftEngine on ONNX Runtime's CPU provider, for every family of drafters.
+
+Shape letters: `R` requests, `G` gamma, `V` vocabulary, `X` width of a row state; `B` KV rows of a bound range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import drafter_dims_from_metadata
+from dspark_trt.contract.drafter_form import slot_counts
+from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch
+from dspark_trt.engines.capacity import check_rows, check_tokens
+from dspark_trt.engines.onnxruntime.arrays import cache_range, group_inputs, int64, reshaped
+from dspark_trt.engines.onnxruntime.cache import CachePool
+from dspark_trt.engines.onnxruntime.session import DEFAULT_SETTINGS, BoundArrays, GraphSession, OnnxRuntimeSettings
+from dspark_trt.engines.row_groups import positions, row_group
+
+
+class OnnxRuntimeDraftEngine:
+    """Drafts on the draft graphs, one for each slot count, ingests on drafter_ingest.onnx; all write into one pool.
+
+    Knows no family: what the graphs take and give is in their dims.
+    """
+
+    def __init__(self, graphs: Path, settings: OnnxRuntimeSettings = DEFAULT_SETTINGS) -> None:
+        path = graphs / bindings.DRAFT_GRAPH
+        whole = GraphSession(path, num_threads=settings.num_threads)
+        self._dims = drafter_dims_from_metadata(whole.metadata, str(path))
+        self._drafts = {self.gamma: whole}
+        for num_slots in slot_counts(self.gamma):
+            short = graphs / bindings.draft_graph(num_slots, self.gamma)
+            if num_slots < self.gamma and short.exists():
+                self._drafts[num_slots] = GraphSession(short, num_threads=settings.num_threads)
+        self._ingest = GraphSession(graphs / bindings.INGEST_GRAPH, num_threads=settings.num_threads)
+        self._pool = CachePool(self._dims.cache, self._dims.element_type)
+        vocab = graphs / bindings.DRAFT_VOCAB_FILE
+        self._draft_vocab = np.load(vocab, allow_pickle=False) if vocab.exists() else None
+        blocks = self._dims.limits.max_requests * self.gamma
+        self._draft_ids = np.empty(blocks, np.int64)
+        self._draft_logits = np.empty(blocks * self._dims.vocab_size, np.float32)
+        self._confidence_logits = np.empty(blocks, np.float32)
+        # what is kept of each row's last ingested position, [rows, X]
+        self._row_states = np.zeros((self.limits.max_requests, self._dims.row_state_width), self._dims.element_type)
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._dims.limits
+
+    @property
+    def gamma(self) -> int:
+        return self._dims.gamma
+
+    def ingest(self, batch: IngestBatch) -> None:
+        """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
+        rows, past, query = int64(batch.rows, batch.past_lengths, batch.query_lengths)
+        check_rows(self.limits, rows, past + query)
+        inputs = self._ingested(batch) | {bindings.POSITIONS: positions(past, query)}
+        if self._dims.attention == "drafter":
+            inputs[bindings.ROWS] = np.repeat(rows, query)
+            first_row, num_rows = 0, self.limits.max_requests
+        else:
+            check_tokens(self.limits, int(query.sum()))
+            group = row_group(rows, past, query)
+            inputs |= group_inputs(bindings.CONTEXT, group)
+            first_row, num_rows = group.first_row, group.num_rows
+        outputs: dict[str, NDArray[Any]] = {}
+        if self._dims.row_state_width:
+            inputs[bindings.LAST_TOKENS] = query.cumsum() - 1
+            outputs[bindings.LAST_STATES] = np.empty((len(rows), self._dims.row_state_width), self._dims.element_type)
+        self._ingest.run(
+            (first_row, num_rows), partial(self._caches, first_row, num_rows, _ingest_outputs), inputs, outputs
+        )
+        if outputs:
+            self._row_states[rows] = outputs[bindings.LAST_STATES]
+
+    def _ingested(self, batch: IngestBatch) -> dict[str, NDArray[Any]]:
+        """What the drafter's family reads of each position."""
+        inputs: dict[str, NDArray[Any]] = {}
+        if self._dims.num_taps:
+            inputs[bindings.TAPS] = np.ascontiguousarray(batch.taps, self._dims.element_type)
+        if self._dims.ingested_ids != "none":
+            ids = batch.token_ids if self._dims.ingested_ids == "token" else batch.next_ids
+            assert ids is not None, "the runtime gives the ids of what it commits"
+            (inputs[bindings.TOKEN_IDS],) = int64(ids)
+        return inputs
+
+    @property
+    def draft_vocab(self) -> NDArray[np.int64] | None:
+        return self._draft_vocab
+
+    def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
+        """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
+        if ingest is not None:
+            self.ingest(ingest)
+        rows, anchor_ids, past = int64(batch.rows, batch.anchor_ids, batch.past_lengths)
+        check_rows(self.limits, rows, past + 1)
+        num_requests, first_row = len(rows), int(rows.min())
+        num_rows = int(rows.max()) - first_row + 1
+        row_requests, row_query_lengths = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+        row_requests[rows - first_row] = np.arange(num_requests)
+        row_query_lengths[rows - first_row] = 1
+        wanted = batch.uniforms.shape[1]
+        num_slots = min(count for count in self._drafts if count >= wanted)
+        uniforms = np.zeros((num_requests, num_slots), np.float32)
+        uniforms[:, :wanted] = batch.uniforms
+        inputs: dict[str, NDArray[Any]] = {
+            bindings.ANCHOR_IDS: anchor_ids,
+            bindings.PAST_LENGTHS: past,
+            bindings.TEMPERATURES: np.ascontiguousarray(batch.temperatures, np.float32),
+            bindings.UNIFORMS: uniforms,
+            bindings.BLOCK_ROWS: rows - first_row,
+            bindings.ROW_REQUESTS: row_requests,
+            bindings.ROW_QUERY_LENGTHS: row_query_lengths,
+        }
+        if self._dims.row_state_width:
+            inputs[bindings.ROW_STATES] = self._row_states[rows]
+        shape = (num_requests, num_slots)
+        draft_ids = reshaped(self._draft_ids, *shape)
+        confidence_logits = reshaped(self._confidence_logits, *shape)
+        outputs: dict[str, NDArray[Any]] = {
+            bindings.DRAFT_IDS: draft_ids,
+            bindings.CONFIDENCE_LOGITS: confidence_logits,
+        }
+        draft_logits = None
+        if batch.wants_logits:
+            draft_logits = reshaped(self._draft_logits, *shape, self._dims.vocab_size)
+            outputs[bindings.DRAFT_LOGITS] = draft_logits
+        names = partial(bindings.draft_cache_outputs, dims=replace(self._dims, gamma=num_slots))
+        key = (first_row, num_rows, int(batch.wants_logits))
+        caches = partial(self._caches, first_row, num_rows, names)
+        self._drafts[num_slots].run(key, caches, inputs, outputs)
+        return DraftOutput(
+            draft_ids[:, :wanted],
+            None if draft_logits is None else draft_logits[:, :wanted],
+            confidence_logits[:, :wanted],
+        )
+
+    def move_row(self, source: int, destination: int, num_positions: int) -> None:
+        self._pool.move_row(source, destination, num_positions)
+        self._row_states[destination] = self._row_states[source]
+
+    def _caches(
+        self, first_row: int, num_rows: int, outputs_of: Callable[[str], tuple[str, ...]]
+    ) -> tuple[BoundArrays, BoundArrays]:
+        arrays = cache_range(self._pool, self._dims.cache.num_layers, bindings.CONTEXT, first_row, num_rows)
+        return arrays, {output: array for name, array in arrays.items() for output in outputs_of(name)}
+
+
+def _ingest_outputs(cache: str) -> tuple[str, ...]:
+    return (bindings.cache_output(cache),)

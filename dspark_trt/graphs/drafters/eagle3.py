@@ -1,0 +1,121 @@
+"""EAGLE-3 drafters: a decoder layer that reads a token's embedding beside a feature, and drafts slot after slot.
+
+`ingest` makes the feature of each position from its taps, and K and V of feature and next token. `draft` starts again
+at the last ingested position, whose feature it is given, and runs the layer once for each slot inside one graph: what
+comes out of a slot is the feature of the next one, and its draft the token.
+
+Source: EAGLE-3 (arXiv 2503.01840), section 3. Shape letters: `R` requests, `G` slots, `T` context tokens, `W` draft
+vocabulary, `D` hidden, `M` tap layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numpy import int64
+from numpy.typing import NDArray
+
+from dspark_trt.checkpoints.spec import Eagle3Spec
+from dspark_trt.contract import bindings
+from dspark_trt.graphs.attention import context_writer, slot_attention
+from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.decoder import DecoderParts, Linears
+from dspark_trt.graphs.drafters.parts import ChosenRows, DrafterParts
+from dspark_trt.graphs.heads import emit_draw, emit_margin
+
+_LAYER = "layers.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Graphs:
+    """See `FamilyGraphs`."""
+
+    spec: Eagle3Spec
+
+    def chosen_rows(self, ids: NDArray[int64] | None, own_ids: NDArray[int64] | None) -> ChosenRows:
+        """None: only the head has rows of the draft vocabulary."""
+        return {}
+
+    def emit_ingest(self, builder: GraphBuilder, parts: DrafterParts) -> None:
+        """The layer's K and V of every position, and the feature of each segment's last one."""
+        layers = self._layers(builder, parts, bindings.POSITIONS, parts.dims.limits.max_seq_len, num_runs=1)
+        feature = self._feature(builder, parts, layers)
+        embedded = builder.op("Gather", parts.embedding(builder), bindings.TOKEN_IDS, axis=0)
+        writer = context_writer(builder, self.spec.decoder, parts.dims)
+        with builder.scope(_LAYER):
+            joined, _ = self._joined(builder, layers, embedded, feature)
+            writer.append(0, layers.key(0, joined), layers.value(0, joined))
+        builder.op("Gather", feature, bindings.LAST_TOKENS, axis=0, output=bindings.LAST_STATES)
+
+    def emit_draft(self, builder: GraphBuilder, parts: DrafterParts) -> None:
+        """gamma runs of the layer. The first one writes the last context position once more, as it is there."""
+        dims, spec = parts.dims, self.spec
+        embedding = parts.embedding(builder)
+        feature, token = bindings.ROW_STATES, bindings.ANCHOR_IDS
+        drafts, logits = [], []
+        for slot in range(dims.gamma):
+            with builder.scope(f"slot_{slot}"):
+                positions = builder.op("Add", bindings.PAST_LENGTHS, builder.scalar(slot - 1))
+                positions = builder.op("Max", positions, builder.scalar(0))  # [R]
+                num_positions = dims.limits.max_seq_len + dims.gamma
+                layers = self._layers(builder, parts, positions, num_positions, num_runs=dims.gamma)
+                attention = slot_attention(builder, spec.decoder, dims, slot=slot, positions=positions)
+                embedded = builder.op("Gather", embedding, token, axis=0)
+                joined, residual = self._joined(builder, layers, embedded, feature)
+                attended = attention.attend(0, layers.query_key(0, joined), layers.value(0, joined))
+                x = builder.op("Add", residual, layers.attention_output(0, attended))
+                x = builder.op("Add", x, layers.mlp(0, layers.norm(x, f"{_LAYER}.post_attention_layernorm")))
+                h = layers.norm(x, "norm")
+                columns, slot_logits = emit_draw(
+                    builder,
+                    parts.numbers,
+                    logits=parts.base_logits(builder, h),
+                    hidden=h,
+                    uniforms=builder.op("Gather", bindings.UNIFORMS, builder.vector(slot), axis=1),
+                    vocab_size=dims.vocab_size,
+                    top_n=parts.top_n,
+                )
+                draft = columns
+                if parts.ids is not None:
+                    draft = builder.op("Gather", builder.constant(parts.ids), columns, axis=0)
+                token = builder.op("Squeeze", draft, builder.vector(1))
+                feature = h if spec.is_output_normed else x
+                drafts.append(draft)
+                logits.append(slot_logits)
+        builder.op("Concat", *drafts, axis=1, output=bindings.DRAFT_IDS)
+        builder.op("Concat", *logits, axis=1, output=bindings.DRAFT_LOGITS)
+        emit_margin(builder, dims.vocab_size)
+
+    def _layers(
+        self, builder: GraphBuilder, parts: DrafterParts, positions: str, num_positions: int, *, num_runs: int
+    ) -> DecoderParts:
+        return DecoderParts(
+            builder,
+            self.spec.decoder,
+            parts.weights,
+            parts.numbers,
+            bits=parts.bits.drafter_layers,
+            positions=positions,
+            num_positions=num_positions,
+            is_read_again=num_runs > 1,
+        )
+
+    def _feature(self, builder: GraphBuilder, parts: DrafterParts, layers: DecoderParts) -> str:
+        """taps [T, M*D] -> [T, D]."""
+        spec, numbers = self.spec, parts.numbers
+        taps = bindings.TAPS
+        if spec.tap_norm == "joint":
+            taps = layers.norm(taps, "input_norm")
+        elif spec.tap_norm == "each":
+            each = builder.multi_op("Split", taps, axis=1, num_outputs=spec.num_taps, outputs=(None,) * spec.num_taps)
+            normed = [layers.norm(tap, f"fc_norm.{index}") for index, tap in enumerate(each)]
+            taps = builder.op("Concat", *normed, axis=1)
+        fc = Linears(builder, parts.weights, None, numbers.context)
+        fused = fc(numbers.cast(builder, taps, numbers.model, numbers.context), "fc.weight")
+        return numbers.cast(builder, fused, numbers.context, numbers.model)
+
+    def _joined(self, builder: GraphBuilder, layers: DecoderParts, embedded: str, feature: str) -> tuple[str, str]:
+        """What the layer's projections read [T, 2D], embedding first, and where its residual stream starts [T, D]."""
+        normed = layers.norm(feature, f"{_LAYER}.hidden_norm")
+        joined = builder.op("Concat", layers.norm(embedded, f"{_LAYER}.input_layernorm"), normed, axis=1)
+        return joined, normed if self.spec.is_residual_normed else feature
