@@ -47,7 +47,6 @@ NAMED_FORMS: dict[str, MarkovHeadOperation | PrefixSelectOperation | RowAttentio
     "row-attention-qwen3-8b-long-chunk": _attention(32, 8, 128, num_slots=16, capacity=LONG_CAPACITY),
     "row-attention-qwen3-8b-float32": _attention(32, 8, 128, element_type="float32"),
     "row-attention-smollm2-135m": _attention(9, 3, 64),
-    "row-attention-smollm2-135m-prompts": _attention(9, 3, 64, num_slots=256),
     "row-attention-without-groups": _attention(8, 8, 64, element_type="float16"),
     "row-attention-groups-of-8": _attention(64, 8, 128),
     "row-attention-heads-of-80": _attention(32, 8, 80),

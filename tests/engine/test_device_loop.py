@@ -113,8 +113,9 @@ def test_every_call_of_a_loop_fits_a_profile_and_buckets_fit_a_tight_one(opened:
 
 
 @pytest.mark.parametrize("mode", ["off", "lagged_budget"])
-def test_a_planned_step_is_one_call_of_the_target(opened: Opened, mode: str) -> None:
-    """Each call reads all weights. Prompts stand in neighbouring rows, which one call spans."""
+def test_nearly_every_planned_step_is_one_call_of_the_target(opened: Opened, mode: str) -> None:
+    """Each call reads all weights. Prompts stand in neighbouring rows, which one call spans, unless padding to the
+    longest of them would exceed a step's tokens."""
     calls: list[int] = []
     opened.device.target.before_call = lambda tensors: calls.append(1)
     loop, of_steps = opened.loop(MODES[mode]), []
@@ -125,5 +126,6 @@ def test_a_planned_step_is_one_call_of_the_target(opened: Opened, mode: str) -> 
         loop.step()
         of_steps.append(len(calls))
     opened.device.target.before_call = None
-    assert max(of_steps) == 1
-    assert len(of_steps) > 10
+    assert max(of_steps) <= 2
+    assert np.mean(of_steps) < 1.1
+    assert len(of_steps) > 20
