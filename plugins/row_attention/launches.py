@@ -87,12 +87,13 @@ class RowAttentionOperation:
     def kernels(self) -> tuple[Kernel, ...]:
         form = self.form
         is_float32 = form.element_type == "float32"
+        is_wide = is_float32 or _width(form) > WIDEST  # of registers
         kernels = [
             Kernel(
                 f"attend_split_{block}",
                 "kernel.attend_split",
                 {"BLOCK_Q": block, "BLOCK_C": min(_position_block(form), MANY_SCORES // block)},
-                num_warps=8 if is_float32 or block * _position_block(form) >= MANY_SCORES else 4,
+                num_warps=8 if is_wide or block * _position_block(form) >= MANY_SCORES else 4,
                 num_stages=2 if is_float32 else 3,
             )
             for block in _query_blocks_of(form)
