@@ -197,11 +197,12 @@ def _drafter(source: str, drafter: dict[str, Any]) -> dict[str, str]:
             "drafting": f"up to {drafter['gamma']} drafts copied from each request's own text",
         }
     taps = list(drafter["target_layer_ids"])
-    parts = [f"gamma {drafter['gamma']}", _head(drafter) if drafter["kind"] == "block" else "one token after the other"]
-    if ids := drafter["draft_vocab_size"]:
+    kind = drafter.get("kind", "block")  # builds before there were families
+    parts = [f"gamma {drafter['gamma']}", _head(drafter) if kind == "block" else "one token after the other"]
+    if ids := drafter.get("draft_vocab_size"):
         parts.append(f"a head for {ids} ids")
     return {
-        "drafter": f"{source} ({FAMILY_NAMES[drafter['kind']]}, {_decoder(drafter)})",
+        "drafter": f"{source} ({FAMILY_NAMES[kind]}, {_decoder(drafter)})",
         "drafting": ", ".join([*parts, f"taps {taps}" if taps else "no taps"]),
     }
 

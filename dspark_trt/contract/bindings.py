@@ -222,11 +222,11 @@ def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
 
 def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
     """Every output of a draft graph that is the memory of `cache`."""
-    between: tuple[str, ...] = ()
-    if dims.attention != "standard":
-        slots = tuple(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1))
-        between = slots if dims.is_sequential else (cache_block_output(cache),)
-    return (cache_output(cache), *between)
+    if dims.is_sequential:
+        if dims.attention == "standard":
+            return ()  # slots stay in the graph, which only reads the caches
+        return (cache_output(cache), *(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1)))
+    return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
 
 
 def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:

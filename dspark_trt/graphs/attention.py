@@ -21,13 +21,8 @@ from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
-from dspark_trt.graphs.attention_slot import GqaSlotAttention
-from dspark_trt.graphs.attention_standard import (
-    StandardBlockAttention,
-    StandardCausalAttention,
-    StandardContext,
-    StandardSlotAttention,
-)
+from dspark_trt.graphs.attention_slot import GqaSlots, StandardSlots
+from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
 from dspark_trt.graphs.builder import GraphBuilder
 
 logger = logging.getLogger(__name__)
@@ -40,6 +35,14 @@ class AttentionEmitter(Protocol):
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         """Write keys and values into the layer's cache and attend: [T, (N+K)*H], [T, K*H] -> [T, N*H]."""
+        ...
+
+
+class SlotAttention(Protocol):
+    """Attention of slots that are drafted one after the other."""
+
+    def at(self, slot: int, positions: str) -> AttentionEmitter:
+        """Of one slot, in their order; `positions` [R] of its tokens."""
         ...
 
 
@@ -92,18 +95,13 @@ def block_attention(
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 
-def slot_attention(
-    builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, *, slot: int, positions: str
-) -> AttentionEmitter:
-    """For slot `slot` of dims.gamma that are drafted one after the other: a token sees all positions up to its own.
-
-    `positions` [R] of the slot's tokens.
-    """
+def slot_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> SlotAttention:
+    """For dims.gamma slots that are drafted one after the other, from any position of the context on."""
     match dims.attention:
         case "drafter":
-            return GqaSlotAttention(builder, spec, slot=slot, num_slots=dims.gamma, positions=positions)
+            return GqaSlots(builder, spec, num_slots=dims.gamma)
         case "standard":
-            return StandardSlotAttention(builder, spec, dims, slot=slot, num_slots=dims.gamma, positions=positions)
+            return StandardSlots(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 

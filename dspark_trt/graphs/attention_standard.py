@@ -26,13 +26,11 @@ from dspark_trt_plugins.row_attention.function_body import row_attention_functio
 from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
-from dspark_trt.graphs.attention_slot import slot_cache
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
 
 Attend = Callable[[str, str, str], str]  # queries [B, N, S, H], keys and values [B, K, C, H] -> [B, N, S, H]
-CacheNames = Callable[[str], tuple[str, str]]
 
 
 class StandardCausalAttention:
@@ -113,40 +111,6 @@ class StandardBlockAttention:
         return builder.op("Reshape", blocks, builder.vector(-1, spec.num_heads * spec.head_dim))
 
 
-class StandardSlotAttention:
-    """A query of one token a request, behind those that the slots before it have written."""
-
-    def __init__(
-        self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, *, slot: int, num_slots: int, positions: str
-    ) -> None:
-        """`positions` [R] of the slot's tokens."""
-        self._builder = builder
-        self._spec = spec
-        with builder.scope("rows"):
-            query = bindings.ROW_QUERY_LENGTHS
-            row_past = builder.op("Mul", builder.op("Gather", positions, bindings.ROW_REQUESTS), query)  # [B]
-            last_seen = builder.op("Unsqueeze", row_past, builder.vector(1))  # [B, 1]
-            tokens = builder.op("Unsqueeze", bindings.ROW_REQUESTS, builder.vector(1))
-            self._attend = _live_attention(builder, spec, dims, last_seen, num_slots=1)
-            self._rows = _Rows(
-                builder,
-                spec,
-                dims,
-                bindings.CONTEXT,
-                tokens,
-                row_past,
-                query,
-                names=lambda cache: slot_cache(cache, slot, num_slots),
-            )
-
-    def attend(self, layer: int, query_key: str, value: str) -> str:
-        builder, spec = self._builder, self._spec
-        query, key = split_query_key(builder, spec, query_key)
-        attended = self._rows.attend(layer, query, key, value, self._attend)  # [B, 1, N * H]
-        of_requests = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)
-        return builder.op("Reshape", of_requests, builder.vector(-1, spec.num_heads * spec.head_dim))
-
-
 class StandardContext:
     """Ingest: context tokens of a row group enter the cache."""
 
@@ -171,16 +135,12 @@ class _Rows:
         tokens: str,
         past_lengths: str,
         query_lengths: str,
-        *,
-        names: CacheNames = lambda cache: (cache, bindings.cache_output(cache)),
     ) -> None:
-        """`tokens` [B, S]; `past_lengths` and `query_lengths` [B], where 0 is a row without tokens. `names`: under
-        which a cache is read, and under which it has been written."""
+        """`tokens` [B, S]; `past_lengths` and `query_lengths` [B], where 0 is a row without tokens."""
         self._builder = builder
         self._spec = spec
         self._group = group
         self._tokens = tokens
-        self._names = names
         is_idle = builder.op("Equal", query_lengths, builder.scalar(0))
         self._begin = builder.op("Where", is_idle, builder.scalar(dims.limits.max_seq_len), past_lengths)
         self._is_idle = builder.op("Unsqueeze", is_idle, builder.vector(1, 2, 3))  # [B, 1, 1, 1]
@@ -190,9 +150,11 @@ class _Rows:
         """[T, K * H] each -> the caches [B, K, C, H] that hold them."""
         written = []
         for x, cache in ((key, bindings.key_cache), (value, bindings.value_cache)):
-            source, output = self._names(cache(self._group, layer))
+            name = cache(self._group, layer)
             padded = self._builder.op("Where", self._is_idle, self._zero, self._pad(x, self._spec.num_kv_heads))
-            written.append(self._builder.op("TensorScatter", source, padded, self._begin, axis=2, output=output))
+            written.append(
+                self._builder.op("TensorScatter", name, padded, self._begin, axis=2, output=bindings.cache_output(name))
+            )
         return written[0], written[1]
 
     def attend(self, layer: int, query: str, key: str, value: str, attend: Attend) -> str:

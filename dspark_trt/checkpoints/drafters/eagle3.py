@@ -200,8 +200,13 @@ def _describe(
         values["target_layer_ids"] = [1, num_layers // 2 - 1, num_layers - 4]
     config = parse(Eagle3Config, values, where, _HINTS)
     _check(config, where)
+    decoder = decoder_spec(config, family, where)
+    if decoder.rope.rope_type == "default":
+        # many say 2048, the length of the texts that they were trained on; plain rotation goes on behind it
+        reach = max(decoder.max_position_embeddings, target.decoder.max_position_embeddings)
+        decoder = replace(decoder, max_position_embeddings=reach)
     spec = Eagle3Spec(
-        decoder=decoder_spec(config, family, where),
+        decoder=decoder,
         gamma=num_drafts or config.ttt_length or DEFAULT_NUM_DRAFTS,
         target_layer_ids=tuple(config.target_layer_ids),
         has_own_embedding=False,
