@@ -23,6 +23,12 @@ def check_specs(target: TargetSpec, drafter: DrafterSpec) -> None:
     num_layers, taps = decoder.num_layers, drafter.target_layer_ids
     _check_equal("vocab_size", decoder.vocab_size, own.vocab_size)
     _check_equal("hidden_size", decoder.hidden_size, own.hidden_size)
+    if (decoder.gemma is None) != (own.gemma is None):
+        theirs, ours = (("another family", "Gemma 4"), ("Gemma 4", "another family"))[decoder.gemma is not None]
+        raise PairingError(
+            f"layers: the target is of {theirs}, the drafter's layers are of {ours}: embeddings and logits of Gemma 4 "
+            f"are scaled as no other's are; {_NEXT}"
+        )
     if drafter.num_target_layers is not None:
         _check_equal("num_target_layers", num_layers, drafter.num_target_layers)
     for tap in taps:

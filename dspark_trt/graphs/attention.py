@@ -56,13 +56,15 @@ class ContextEmitter(Protocol):
 
 def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
     """The wanted form, or `standard` where GroupQueryAttention does not take the head size; a warning says so."""
-    if wanted == "standard" or spec.head_dim % _GQA_HEAD_DIM_MULTIPLE == 0:
+    head_dims = {spec.shape_of(layer).head_dim for layer in range(spec.num_layers)}
+    unusable = sorted(each for each in head_dims if each % _GQA_HEAD_DIM_MULTIPLE)
+    if wanted == "standard" or not unusable:
         return wanted
     logger.warning(
         "the %s has head_dim %d, ONNX Runtime's GroupQueryAttention takes multiples of %d only: attention falls back "
         "to standard operators, whose cost follows max_seq_len",
         what,
-        spec.head_dim,
+        unusable[0],
         _GQA_HEAD_DIM_MULTIPLE,
     )
     return "standard"
@@ -73,7 +75,7 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     A row verifies `gamma` drafts at most."""
     match dims.attention:
         case "gqa":
-            return GqaAttention(builder, spec)
+            return GqaAttention(builder, spec, dims)
         case "standard":
             return StandardCausalAttention(builder, spec, dims, gamma=gamma)
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")

@@ -69,7 +69,7 @@ class _GqaSlot:
     def attend(self, layer: int, query_key: str, value: str) -> str:
         """[R, (N+K)*H], [R, K*H] -> [R, N*H]."""
         builder, spec = self.builder, self.spec
-        query, key = split_query_key(builder, spec, query_key)
+        query, key = split_query_key(builder, spec, layer, query_key)
         names = [self._names(cache(bindings.CONTEXT, layer)) for cache in (bindings.key_cache, bindings.value_cache)]
         attended, _, _ = builder.multi_op(
             "GroupQueryAttention",
@@ -122,7 +122,7 @@ class StandardSlots:
     def attend(self, layer: int, query_key: str, value: str) -> str:
         """[R, (N+K)*H], [R, K*H] -> [R, N*H]."""
         builder, spec, dims = self._builder, self._spec, self._dims
-        query, key = split_query_key(builder, spec, query_key)
+        query, key = split_query_key(builder, spec, layer, query_key)
         slots = self._slots[layer]
         slots.append((self._heads(key, 1), self._heads(value, 1)))
         keys, values = (builder.op("Concat", *(slot[which] for slot in slots), axis=2) for which in (0, 1))

@@ -47,7 +47,7 @@ PREPROCESSING_FIELDS = (
 )
 
 # Fields that go to the engine model as they are.
-ENGINE_FIELDS = (
+_OWN_ENGINE_FIELDS = (
     Field("max_tokens", "INT32", step_name="request_output_len"),
     Field("stream", "BOOL", step_name="streaming"),
     Field("exclude_input_in_output", "BOOL"),
@@ -70,6 +70,7 @@ ENGINE_FIELDS = (
     Field("max_verify_len", "INT32"),
     Field("timeout_ms", "INT32"),
     Field("priority", "INT32"),
+    Field("cache_salt", "STRING"),
     Field("probe", "BOOL"),
     Field("return_log_probs", "BOOL"),
     Field("return_perf_metrics", "BOOL"),
@@ -82,6 +83,27 @@ ENGINE_FIELDS = (
     Field("guided_decoding_guide", "STRING"),
     Field("guided_decoding_guide_type", "STRING"),
 )
+
+# What TensorRT-LLM's Triton model has called some of them since July 2026: other names of the same fields.
+_PREFIXED = ("max_tokens", "temperature", "top_k", "top_p", "seed", "presence_penalty", "frequency_penalty")
+ALIASES = {
+    "streaming": "stream",
+    "sampling_param_stop": "stop_words",
+    **{f"sampling_param_{name}": name for name in (*_PREFIXED, "return_perf_metrics")},
+}
+
+
+def _alias_fields() -> tuple[Field, ...]:
+    own = {field.name: field for field in _OWN_ENGINE_FIELDS}
+    named = ((alias, own[name]) for alias, name in ALIASES.items())
+    # the engine model has a tensor `streaming` of its own, so there this one is called `stream`
+    return tuple(
+        Field(alias, field.data_type, field.dims, step_name=field.name if field.step_name == alias else "")
+        for alias, field in named
+    )
+
+
+ENGINE_FIELDS = (*_OWN_ENGINE_FIELDS, *_alias_fields())
 
 # Not read, but as long as max_tokens or a text is there, Triton runs this step, and it can say what is missing.
 _PREPROCESSING_TRIGGER = Field("max_tokens", "INT32", step_name="REQUEST_OUTPUT_LEN")
@@ -119,6 +141,7 @@ ENGINE_OUTPUTS = (
     Tensor("total_draft_tokens", "INT32"),  # verified
     Tensor("total_accepted_draft_tokens", "INT32"),
     Tensor("num_steps", "INT32"),  # only here: verification steps
+    Tensor("num_cached_tokens", "INT32"),  # only here: of the prompt, reused from another request; on the last response
 )
 
 # What the ensemble takes from the engine model: few tensors, because each costs time in the engine's process. The
@@ -134,6 +157,7 @@ PACKED_OUTPUTS = (
     "total_draft_tokens",
     "total_accepted_draft_tokens",
     "num_steps",
+    "num_cached_tokens",
 )
 # that the ensemble does not have
 _INNER_OUTPUTS = ("output_ids", "sequence_length", "text", "handle", "top_token_ids", "top_log_probs")
@@ -158,10 +182,12 @@ def model_configs(
     admission: str = "{}",
     control_socket: str = "",
     step_table: str = "",
+    prefix_cache: str = "",
 ) -> tuple[ModelConfig, ...]:
     """The four models. `build_directory` is absolute or relative to a model's folder; `scheduler` as in
     `parse_scheduler`; `admission` the AdmissionLimits that differ from the defaults, as JSON; `control_socket` where a
-    supervisor asks; `step_table` a file to price steps by in place of the build's own.
+    supervisor asks; `step_table` a file to price steps by in place of the build's own; `prefix_cache` "on" or "off" in
+    place of what the build says.
     """
     engine = ModelConfig(
         name=engine_model_name,
@@ -180,6 +206,7 @@ def model_configs(
             "admission": admission,
             "control_socket": control_socket,
             "step_table": step_table,
+            "prefix_cache": prefix_cache,
         },
     )
     preprocessing = ModelConfig(

@@ -1,6 +1,7 @@
 """The engines and the lengths of their caches: every call reserves, is timed, and fails for its requests alone.
 
-What is timed: `draft_ms` ends when the drafts are known to the host, `verify_ms` when the logits are. Where a
+What is timed: `draft_ms` ends when the drafts are known to the host, `verify_ms` when the logits are, or what became of
+the drafts where an engine accepts them. Where a
 StepEngine does both in one call, `draft_ms` holds the call, the draft and its selection, and `verify_ms` what the
 verification takes from there on; an engine that computes everything before it returns leaves nothing to `verify_ms`.
 """
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.protocol import (
     DraftBatch,
     DraftEngine,
@@ -30,9 +32,10 @@ from dspark_trt.errors import CapacityError
 from dspark_trt.runtime.acceptance import Acceptance
 from dspark_trt.runtime.arrays import wait_for
 from dspark_trt.runtime.drafting import DraftBlock, DraftVocabulary, draft_batch, draft_block
+from dspark_trt.runtime.fused_acceptance import Decided, decide
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
-from dspark_trt.runtime.pending_taps import PendingTaps
+from dspark_trt.runtime.pending_taps import PendingTaps, TapChunk
 from dspark_trt.runtime.rows import RowMove
 from dspark_trt.runtime.state import RequestState
 from dspark_trt.runtime.step_plan import StepPlan
@@ -58,12 +61,22 @@ class _Ingest:
 
 
 class EngineCalls:
-    """Owns both caches' lengths. `drafter` is None where nothing is drafted, `step_engine` where the host selects."""
+    """Owns both caches' lengths. `drafter` is None where nothing is drafted, `step_engine` where the host selects,
+    `acceptance` where the runtime accepts slot by slot."""
 
     def __init__(
-        self, target: TargetEngine, drafter: DraftEngine | None, step_engine: StepEngine | None = None
+        self,
+        target: TargetEngine,
+        drafter: DraftEngine | None,
+        step_engine: StepEngine | None = None,
+        acceptance: AcceptEngine | None = None,
+        *,
+        keeps_taps: bool = False,
     ) -> None:
-        """Raises CapacityError when the engines' limits do not fit each other."""
+        """keeps_taps: those of requests that draft no more stay while they have a row: others may need them.
+
+        Raises CapacityError when the engines' limits do not fit each other.
+        """
         limits = target.limits
         if limits.max_batch_tokens < limits.max_requests:
             raise CapacityError(
@@ -78,10 +91,12 @@ class EngineCalls:
         self.target = target
         self.drafter = drafter
         self.step_engine = step_engine
+        self.acceptance = acceptance
         self.target_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self.context_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self.record = StepRecord()  # of the step that is running
         self._pending = PendingTaps()
+        self._keeps_taps = keeps_taps
         self._packed_ids = np.empty(0, dtype=np.int64)  # [T] of the step's verification
         vocab = None if drafter is None else drafter.draft_vocab
         self._draft_vocabulary = DraftVocabulary.of(vocab, target.vocab_size)
@@ -96,7 +111,8 @@ class EngineCalls:
                 committed.append((segment.state, segment.first_token, result.num_committed(segment)))
             else:
                 done.append(segment.state)
-        self._pending.drop(done)
+        if not self._keeps_taps:
+            self._pending.drop(done)
         self._pending.keep(committed, output.taps, self._packed_ids)
 
     def num_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -124,19 +140,22 @@ class EngineCalls:
 
     def verify(
         self, plan: StepPlan, verify_lens: NDArray[np.int64], block: DraftBlock | None
-    ) -> tuple[list[Segment], TargetOutput]:
-        """One forward pass of the target. Its reservations stand until `commit`. verify_lens [R]."""
+    ) -> tuple[list[Segment], TargetOutput, Decided | None]:
+        """One forward pass of the target, and acceptance where an engine does it. Its reservations stand until
+        `commit`. verify_lens [R]."""
         batch, segments = pack(plan, verify_lens, block, self.target_cache)
         self._packed_ids = batch.token_ids
         self._reserve(plan, verify_lens)
         self._record_batch(plan, int(verify_lens.sum()))
         with self._call("verify_ms", plan.states):
             output = self.target.forward(batch)
-            wait_for(output.logits)
+            decided = self._await(segments, output, block)
         self._record_verification(plan)
-        return segments, output
+        return segments, output, decided
 
-    def draft_and_verify(self, plan: StepPlan, select: SelectBatch) -> tuple[DraftBlock, list[Segment], TargetOutput]:
+    def draft_and_verify(
+        self, plan: StepPlan, select: SelectBatch
+    ) -> tuple[DraftBlock, list[Segment], TargetOutput, Decided | None]:
         """`draft`, the selection of drafts, and `verify` in one call, which waits for nothing but the host's own needs.
 
         The reservations are what may be verified at most. While the target verifies, the host learns what was drafted.
@@ -156,9 +175,9 @@ class EngineCalls:
         packed, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
         self._packed_ids = packed.token_ids
         with self._call("verify_ms", plan.states):
-            wait_for(output.target.logits)
+            decided = self._await(segments, output.target, block)
         self._record_verification(plan)
-        return block, segments, output.target
+        return block, segments, output.target, decided
 
     def commit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """Make valid what was accepted: prompt tokens, or the anchor and the accepted drafts."""
@@ -174,10 +193,29 @@ class EngineCalls:
         lengths = [int(cache.committed[source]) for cache in (self.target_cache, self.context_cache)]
         self.target_cache.move(source, destination)
         self.context_cache.move(source, destination)
-        with self._call(None, [move.occupant]):
-            for engine, num_positions in zip((self.target, self.drafter), lengths, strict=True):
-                if engine is not None and num_positions:
-                    engine.move_row(source, destination, num_positions)
+        self._copy(source, destination, lengths, [move.occupant])
+
+    def copy_row(self, source: int, destination: int, num_positions: int, num_context: int) -> None:
+        """Copy the first positions of both caches to a row without a request; the same row: what is behind them goes.
+
+        The lengths stay as they are. Raises EngineCallFailed, for no request: `destination` is then undefined.
+        """
+        self._copy(source, destination, (num_positions, num_context), [])
+
+    def begin(self, state: RequestState, num_positions: int, num_context: int, taps: Sequence[TapChunk]) -> None:
+        """A request's row holds the first positions of its prompt already, of both caches.
+
+        taps: begin with what its context lacks of them.
+        """
+        self.target_cache.begin(state.row, num_positions)
+        self.context_cache.begin(state.row, num_context)
+        state.reuse_prompt(num_positions)
+        if self.drafter is not None and state.needs_taps:
+            self._pending.begin(state, taps, num_positions - num_context)
+
+    def waiting_taps(self, state: RequestState) -> tuple[TapChunk, ...]:
+        """What the context of a request lacks and can be given."""
+        return self._pending.waiting(state)
 
     def release(self, state: RequestState) -> None:
         """A request leaves its row."""
@@ -238,6 +276,13 @@ class EngineCalls:
         vocab_size = self.target.vocab_size
         return draft_block(batch, draft_logits, draft_ids, confidence_logits, self._draft_vocabulary, vocab_size)
 
+    def _await(self, segments: Sequence[Segment], output: TargetOutput, block: DraftBlock | None) -> Decided | None:
+        """Wait for the target, and for what became of its drafts where an engine accepts them."""
+        decided = decide(self.acceptance, segments, output.logits, block, self.target.vocab_size)
+        if decided is None:
+            wait_for(output.logits)
+        return decided
+
     def _reserve(self, plan: StepPlan, verify_lens: NDArray[np.int64]) -> None:
         for state, verify_len in zip(plan.decode, verify_lens.tolist(), strict=True):
             self.target_cache.reserve(state.row, 1 + verify_len)
@@ -262,9 +307,15 @@ class EngineCalls:
         for state in plan.states:
             state.statistics.verify_ms += self.record.verify_ms
 
+    def _copy(self, source: int, destination: int, lengths: Sequence[int], states: Sequence[RequestState]) -> None:
+        with self._call("copy_ms", states):
+            for engine, num_positions in zip((self.target, self.drafter), lengths, strict=True):
+                if engine is not None and num_positions:
+                    engine.move_row(source, destination, num_positions)
+
     @contextmanager
     def _call(
-        self, timed_as: Literal["ingest_ms", "draft_ms", "verify_ms"] | None, states: Sequence[RequestState]
+        self, timed_as: Literal["ingest_ms", "draft_ms", "verify_ms", "copy_ms"], states: Sequence[RequestState]
     ) -> Iterator[None]:
         started = time.perf_counter()
         try:
@@ -273,6 +324,5 @@ class EngineCalls:
             logger.exception("an engine call failed; its %d requests end with an error", len(states))
             raise EngineCallFailed(states) from error
         finally:
-            if timed_as:
-                elapsed_ms = (time.perf_counter() - started) * 1e3
-                setattr(self.record, timed_as, getattr(self.record, timed_as) + elapsed_ms)
+            elapsed_ms = (time.perf_counter() - started) * 1e3
+            setattr(self.record, timed_as, getattr(self.record, timed_as) + elapsed_ms)

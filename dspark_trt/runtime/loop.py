@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine, TargetOutput
@@ -22,8 +23,10 @@ from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock, with_lookups
 from dspark_trt.runtime.emission import Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
+from dspark_trt.runtime.fused_acceptance import Decided, results_of
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
 from dspark_trt.runtime.planner import Planner
+from dspark_trt.runtime.prefix_cache import PrefixCache
 from dspark_trt.runtime.request import GenerationRequest, validate
 from dspark_trt.runtime.rows import Rows
 from dspark_trt.runtime.scheduling import Scheduling
@@ -52,6 +55,7 @@ class DecodingLoop:
         target: TargetEngine,
         drafter: DraftEngine | None,
         step_engine: StepEngine | None = None,
+        acceptance: AcceptEngine | None = None,
         step_table: StepTable | None,
         calibration: Calibration,
         lookup: LookupAcceptance | None = None,
@@ -59,6 +63,7 @@ class DecodingLoop:
         decode: Decode,
         scheduler: SchedulerConfig,
         max_stretch: float = DEFAULT_MAX_STRETCH,
+        prefix_cache: bool = False,
         on_verified: OnVerified | None = None,
     ) -> None:
         """`step_table` may be None where the mode prices no steps.
@@ -66,8 +71,11 @@ class DecodingLoop:
         Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `lookup`: drafts may be copied
         from a request's own text, at most as many as `calibration` has slots; in mode auto beside the drafter, in every
         mode without one. `step_engine`, over these very engines, drafts and verifies in one call; only mode
-        lagged_budget knows early enough how much is verified.
+        lagged_budget knows early enough how much is verified. `acceptance`: accepts where the logits are; None: the
+        runtime does it, slot by slot.
         max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
+        prefix_cache: prompts begin where a KV row already holds their first tokens. The engines are then this loop's
+        alone: what another one writes into a row that is free here is not noticed.
         on_verified: called with every step's segments, logits and block before anything is accepted; it only looks.
 
         Raises RecipeError and CapacityError when the parts do not fit each other.
@@ -99,6 +107,8 @@ class DecodingLoop:
             target,
             drafter if self._max_verify_len else None,
             step_engine if is_selected_on_device else None,
+            acceptance,
+            keeps_taps=prefix_cache,
         )
         self._planner = Planner(
             self._engines,
@@ -107,6 +117,7 @@ class DecodingLoop:
             max_verify_len=self._max_verify_len,
             max_stretch=max_stretch,
         )
+        self._prefix_cache = PrefixCache(self._engines, self._rows, self.totals) if prefix_cache else None
         self._queue: deque[RequestState] = deque()
         self._states: dict[str, RequestState] = {}  # all that are not finished, by request id
         self._cancelled: list[RequestState] = []  # since the last step
@@ -171,8 +182,7 @@ class DecodingLoop:
             try:
                 self._step()
             except EngineCallFailed as failure:
-                for state in failure.states:
-                    self._end(state, emit_end(state, "error", ENGINE_FAILED))
+                self._fail(failure)
             self._vacate()
             self.totals.add_step(self.last_step)
         self.last_step.total_ms = (time.perf_counter() - started) * 1e3
@@ -185,13 +195,13 @@ class DecodingLoop:
         plan = self._plan = self._planner.make_plan(self._rows.occupants)
         block: DraftBlock | None
         if self._engines.step_engine and plan.num_drafting:
-            block, segments, output = self._draft_and_verify(plan)
+            block, segments, output, decided = self._draft_and_verify(plan)
         else:
             block = with_lookups(self._engines.draft(plan.drafting, plan.num_slots), plan.lookups)
-            segments, output = self._engines.verify(plan, self._verify_lens(plan, block), block)
+            segments, output, decided = self._engines.verify(plan, self._verify_lens(plan, block), block)
         if self._on_verified is not None:
             self._on_verified(segments, output.logits, block)
-        results = accept(segments, output.logits, block)
+        results = accept(segments, output.logits, block) if decided is None else results_of(segments, decided)
         self._engines.commit(segments, results)
         if self._scheduling is not None:
             self._scheduling.learn(plan, segments, results)
@@ -202,6 +212,8 @@ class DecodingLoop:
         """Assert what holds between two steps: rows, lengths and requests agree."""
         self._rows.check_integrity()
         self._engines.check_integrity(self._rows.occupants)
+        if self._prefix_cache is not None:
+            self._prefix_cache.check_integrity()
         assert len(self._states) == self.num_running + self.num_queued, "a request is neither running nor queued"
 
     def _drop_cancelled(self) -> None:
@@ -216,6 +228,8 @@ class DecodingLoop:
 
     def _admit(self) -> None:
         """Give the free rows to the requests that wait longest."""
+        if self._prefix_cache is not None:
+            self._prefix_cache.resume()
         while self._queue and self._rows.num_free:
             state = self._queue.popleft()
             for other in self._rows.occupants:
@@ -223,17 +237,18 @@ class DecodingLoop:
                     state.share_key()
                     other.share_key()
             self._rows.occupy(state)
+            if self._prefix_cache is not None:
+                self._prefix_cache.admit(state)
 
-    def _draft_and_verify(self, plan: StepPlan) -> tuple[DraftBlock, list[Segment], TargetOutput]:
+    def _draft_and_verify(self, plan: StepPlan) -> tuple[DraftBlock, list[Segment], TargetOutput, Decided | None]:
         """Draft, schedule and verify in one call: how many drafts are verified is known before anything is drafted."""
         assert self._scheduling is not None, "what drafts is scheduled"
         prefixes = self._scheduling.prefixes
         budget = prefixes.budget(offer_drafts(plan, self._scheduling.prices))
-        block, segments, output = self._engines.draft_and_verify(
-            plan, select_batch(plan, budget, prefixes.temperatures[: plan.num_slots])
-        )
+        selection = select_batch(plan, budget, prefixes.temperatures[: plan.num_slots])
+        block, segments, output, decided = self._engines.draft_and_verify(plan, selection)
         self._scheduling.record_selected(plan, block)
-        return block, segments, output
+        return block, segments, output, decided
 
     def _verify_lens(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
         if self._scheduling is None:
@@ -257,14 +272,23 @@ class DecodingLoop:
     def _end(self, state: RequestState, emission: Emission) -> None:
         """Hand out the last emission of a request. Its row is freed by `_vacate`."""
         assert emission.finish_reason is not None, "the last emission says why"
-        state.finish()
+        state.finish(has_failed=emission.finish_reason == "error")
         del self._states[state.request.request_id]
         self._emissions.append(emission)
         self.totals.num_finished[emission.finish_reason] += 1
 
+    def _fail(self, failure: EngineCallFailed) -> None:
+        """End the requests of a call that failed. What free rows hold is not trusted any more either."""
+        for state in failure.states:
+            self._end(state, emit_end(state, "error", ENGINE_FAILED))
+        if self._prefix_cache is not None:
+            self._prefix_cache.forget()
+
     def _vacate(self) -> None:
         """Free the rows of finished requests, the highest first: then no finished row is ever moved."""
         while finished := [state for state in self._rows.occupants if state.phase is Phase.FINISHED]:
+            if self._prefix_cache is not None:
+                self._prefix_cache.retain(finished[-1])
             self._engines.release(finished[-1])
             move = self._rows.release(finished[-1])
             if move is None:
@@ -274,5 +298,5 @@ class DecodingLoop:
                 if self._scheduling is not None:
                     self._scheduling.move_row(move.source, move.destination)
                 self.totals.num_rows_moved += 1
-            except EngineCallFailed:
-                self._end(move.occupant, emit_end(move.occupant, "error", ENGINE_FAILED))
+            except EngineCallFailed as failure:
+                self._fail(failure)

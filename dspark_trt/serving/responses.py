@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from dspark_trt.packaging.signature import ENGINE_OUTPUTS, PACKED, PACKED_OUTPUTS
 from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.sampling import TopLogProbs
-from dspark_trt.serving.adapter import Decode, EngineRequest
+from dspark_trt.serving.adapter import EngineRequest
 from dspark_trt.serving.postprocess import pack
+from dspark_trt.serving.sampling_fields import Decode
 
 
 class ResponseWriter:
@@ -59,6 +60,7 @@ class ResponseWriter:
                 "total_draft_tokens": num_verified,
                 "total_accepted_draft_tokens": num_accepted,
                 "num_steps": statistics.num_steps if statistics else 0,
+                "num_cached_tokens": statistics.num_prompt_tokens_reused if statistics else 0,
             },
         )
         return {name: _MAKERS[name](response) for name in self._wanted}

@@ -23,7 +23,9 @@ from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_drafter, write_target
+from tests.support.gemma4 import write_gemma_drafter, write_gemma_target
 from tests.support.rtx_graphs import Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
+from tests.support.transformers_targets import NO_KEYS_OF_A_DRAFTER, write_by_transformers
 
 TWO_DRAFTS = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 2}]}}
 DRAFTER_GRAPHS = (bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
@@ -83,6 +85,35 @@ def test_a_mask_first_block_with_a_window_and_fewer_ids_compiles(tmp_path: Path)
     counts = {"ATTENTION_INPUT": 1, "ATTENTION_OUTPUT": 1, "KV_CACHE_UPDATE": 4, "PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2}
     assert counted_layers(facts) == {bindings.DRAFT_GRAPH: counts}
     assert facts[bindings.DRAFT_GRAPH].warnings == ()
+
+
+def test_a_target_with_experts_and_windows_compiles(tmp_path: Path) -> None:
+    """An MLP in layer 0, experts in their plain form above, and no layer sees farther than its window."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "moe_intermediate_size": 32}
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]}
+    windows: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 8}
+    target = write_by_transformers(tmp_path / "target", "qwen3_moe", **sizes, **experts, **windows)
+    drafter = write_drafter(tmp_path / "drafter", target, layers=1, config_extra=NO_KEYS_OF_A_DRAFTER)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH])
+    counts = {"ATTENTION_INPUT": 6, "ATTENTION_OUTPUT": 6, "KV_CACHE_UPDATE": 12, "ROTARY_EMBEDDING": 3}
+    assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
+    assert facts[bindings.TARGET_GRAPH].warnings == ()
+
+
+def test_gemma4_with_the_heads_of_its_12b_model_compiles(tmp_path: Path) -> None:
+    """Heads of 256 are TensorRT's own attention; those of 512, which it has no kernel for, are products of matrices."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "sliding_window": 8}
+    heads: dict[str, Any] = {"head_dim": 256, "num_key_value_heads": 2, "global_head_dim": 512}
+    types = ["sliding_attention", "full_attention"]
+    target = write_gemma_target(tmp_path / "target", layer_types=types, **sizes, **heads)
+    drafter = write_gemma_drafter(tmp_path / "drafter", target, taps=(0,), layers=1)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH], sms=(89,))
+    counts = {"ATTENTION_INPUT": 2, "ATTENTION_OUTPUT": 2, "KV_CACHE_UPDATE": 8, "ROTARY_EMBEDDING": 2}
+    assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
+    assert facts[bindings.TARGET_GRAPH].warnings == ()
+    assert facts[bindings.TARGET_GRAPH].layers["SOFTMAX"] == len(bindings.TARGET_GROUPS)
 
 
 def test_graphs_of_an_eagle3_drafter_compile(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import Linears
+from dspark_trt.graphs.linears import Linears
 
 NUM_TERMS = 12288  # of a down projection of Qwen3-8B
 NUM_OUTPUTS = 256

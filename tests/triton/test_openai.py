@@ -19,6 +19,7 @@ from dspark_trt.deployment import Deployment
 from dspark_trt.server.openai.process import FrontEndProcess, start_front_end
 from dspark_trt.server.openai.settings import FrontEndOptions
 from dspark_trt.server.supervisor import TritonServer
+from tests.support.browser import page_of
 from tests.support.openai_clients import events, post_and_leave, request, wait
 from tests.support.triton_clients import generate, generate_stream, metrics
 from tests.triton.conftest import InProcess
@@ -32,7 +33,13 @@ CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 NUM_TOKENS = 16
 LONG = 3000
 # How much is drafted depends on measured times, so two equal requests may differ in these.
-DECIDED_BY_THE_SCHEDULE = ("total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate", "num_steps")
+DECIDED_BY_THE_SCHEDULE = (
+    "total_draft_tokens",
+    "total_accepted_draft_tokens",
+    "acceptance_rate",
+    "num_steps",
+    "num_cached_tokens",
+)
 PUBLISHED_WITHIN_S = 1.0  # metrics are brought up to date a few times a second
 GONE_WITHIN_S = 10.0  # on a loaded machine; two steps on a quiet one
 
@@ -250,6 +257,14 @@ def test_concurrent_streams_are_byte_exact(client: openai.OpenAI, in_process: In
         assert list(clients.map(ask, prompts)) == expected
 
 
+def test_usage_tells_what_of_a_prompt_was_not_read_again(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"max_tokens": 8, "extra_body": {"ignore_eos": True, "cache_salt": "usage"}}
+    first, again = (complete(client, "one two three four " * 20, **fields) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.usage.prompt_tokens // 2 < again.usage.prompt_tokens_details.cached_tokens < again.usage.prompt_tokens
+    assert again.choices[0].text == first.choices[0].text
+
+
 def test_generate_answers_as_triton_does(server: TritonServer, front_end: FrontEndProcess) -> None:
     fields = {
         "text_input": PROMPT,
@@ -336,6 +351,17 @@ def test_the_live_page_shows_what_live_says(front_end: FrontEndProcess, client: 
     assert {"ttft_s", "accepted_len", "verify_len", "skipping", "waiting"} <= shown
     assert all(f'id="{name}"' in page for name in shown)
     assert not re.search(r"https?://|src=|<link", page)
+
+
+def test_the_live_page_in_a_browser(front_end: FrontEndProcess, client: openai.OpenAI) -> None:
+    """Its policy lets its own script run, and the script fills in every field."""
+    complete(client)
+    page = page_of(front_end.url + "/")
+    fields = dict(re.findall(r'<(?:dd|p|small|span) id="(\w+)"[^>]*>([^<]*)</', page))
+    assert (fields["state"], fields["model"]) == ("ready", MODEL)
+    assert re.fullmatch(r"\d+ of 32", fields["load"])
+    assert re.fullmatch(r"[1-8]\.\d\d|–", fields["accepted_len"])
+    assert re.fullmatch(r"\d+\.\d %", fields["kv_used"])
 
 
 def test_curl(front_end: FrontEndProcess) -> None:

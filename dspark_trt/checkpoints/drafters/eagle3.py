@@ -25,7 +25,6 @@ from pydantic import Field, PositiveInt
 
 from dspark_trt.checkpoints.config import (
     DecoderConfig,
-    Family,
     architectures_of,
     decoder_spec,
     parse,
@@ -37,7 +36,7 @@ from dspark_trt.checkpoints.drafters.shared import refuse_ambiguous_head, withou
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import open_safetensors
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, Eagle3Spec, TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, Eagle3Spec, Family, TargetCheckpoint, TargetSpec
 from dspark_trt.errors import CheckpointError
 
 DEFAULT_NUM_DRAFTS = 7  # where neither option nor checkpoint names a number

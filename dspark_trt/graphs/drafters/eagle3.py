@@ -19,9 +19,10 @@ from dspark_trt.checkpoints.spec import Eagle3Spec
 from dspark_trt.contract import bindings
 from dspark_trt.graphs.attention import context_writer, slot_attention
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import DecoderParts, Linears
+from dspark_trt.graphs.decoder import DecoderParts
 from dspark_trt.graphs.drafters.parts import ChosenRows, DrafterParts
 from dspark_trt.graphs.heads import emit_draw, emit_margin
+from dspark_trt.graphs.linears import Linears
 
 _LAYER = "layers.0"
 

@@ -17,8 +17,8 @@ from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 TYPES_OF_A_PLUGIN = {"float32", "float16", "bfloat16", "int32", "int64"}
 
 
-def test_every_operation_has_a_named_form() -> None:
-    assert {operation.name for operation in NAMED_FORMS.values()} == set(_KINDS)
+def test_every_plugin_has_a_named_form() -> None:
+    assert {operation.name for operation in NAMED_FORMS.values()} >= set(_KINDS)
 
 
 @pytest.mark.parametrize("form", NAMED_FORMS)

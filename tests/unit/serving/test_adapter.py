@@ -125,6 +125,45 @@ def test_min_tokens_and_its_other_name_must_agree() -> None:
         read(min_tokens=3, min_length=4)
 
 
+@pytest.mark.parametrize(
+    ("alias", "value", "expected"),
+    [
+        ("sampling_param_max_tokens", np.int32(4), {"max_tokens": 4}),
+        ("sampling_param_temperature", 0.25, {"temperature": 0.25}),
+        ("sampling_param_top_k", 40, {"top_k": 40}),
+        ("sampling_param_seed", np.uint64(3), {"seed": 3}),
+        ("sampling_param_stop", np.array([[b"x", b"y"]], np.object_), {"stop_strings": ("x", "y")}),
+    ],
+)
+def test_other_names_of_tensorrt_llm_are_read_and_named_in_refusals(
+    alias: str, value: Any, expected: dict[str, Any]
+) -> None:
+    array = value if isinstance(value, np.ndarray) else one(value)
+    required = {} if alias == "sampling_param_max_tokens" else {"request_output_len": one(np.int32(9))}
+
+    def sampling(array: np.ndarray) -> SamplingParams:
+        return read_request(
+            {**PROMPT, **required, alias: array},
+            (),
+            handle=1,
+            client_id="",
+            decode=letters,
+            make_sampling=lambda **given: SamplingParams(
+                **{name: value for name, value in given.items() if value is not None}
+            ),
+        ).generation.sampling
+
+    assert {name: getattr(sampling(array), name) for name in expected} == expected
+    with pytest.raises(RequestError, match=f"^{alias}: expected "):
+        sampling(np.repeat(array, 20, axis=1))
+
+
+def test_streaming_has_another_name_and_a_field_comes_once() -> None:
+    assert read(stream=True).is_streaming
+    with pytest.raises(RequestError, match=r"^sampling_param_temperature: another name of temperature; send one"):
+        read(temperature=0.5, sampling_param_temperature=0.5)
+
+
 def test_every_declared_input_is_read_or_known_to_be_without_effect() -> None:
     class Recorder(dict):  # type: ignore[type-arg]
         seen: set[str] = set()  # noqa: RUF012
@@ -175,7 +214,7 @@ def test_alternatives_of_a_whole_answer_stand_in_the_order_of_its_tokens() -> No
     assert answer["top_log_probs"].tolist() == [[[-0.5, -1.5], [-0.25, -2.0], [-1.0, -1.25]]]
 
 
-STATISTICS = RequestStatistics(num_prompt_tokens=3, num_generated_tokens=4)
+STATISTICS = RequestStatistics(num_prompt_tokens=3, num_prompt_tokens_reused=2, num_generated_tokens=4)
 STATISTICS.record_step(num_proposed=7, verify_len=4, num_accepted=1, num_emitted=2)
 STATISTICS.record_step(num_proposed=7, verify_len=0, num_accepted=0, num_emitted=1)
 EMISSIONS = (
@@ -200,6 +239,7 @@ def test_streaming_gives_one_response_per_emission_with_deltas() -> None:
     assert [answer["cum_log_probs"].item() for answer in answers] == [-1.0, -6.0, -10.0]
     assert [answer["finish_reason"][0, 0] for answer in answers] == [b"", b"", b"stop"]
     assert [answer["num_steps"].item() for answer in answers] == [0, 0, 2]
+    assert [answer["num_cached_tokens"].item() for answer in answers] == [0, 0, 2]
     assert all(answer["handle"].item() == 17 for answer in answers)
     assert all(answer["num_input_tokens"].item() == 3 for answer in answers)
 
@@ -232,3 +272,8 @@ def test_responses_have_every_declared_output_in_its_type_and_rank() -> None:
     for tensor in ENGINE_OUTPUTS:
         assert answer[tensor.name].dtype == NUMPY_TYPES[tensor.data_type], tensor.name
         assert answer[tensor.name].ndim == 1 + len(tensor.dims), tensor.name
+
+
+def test_a_salt_reaches_the_runtime() -> None:
+    assert read(cache_salt="tenant 7").generation.cache_salt == "tenant 7"
+    assert read().generation.cache_salt == ""
