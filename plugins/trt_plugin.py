@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 from dspark_trt_plugins.bundle import KernelBundle, bundle_from_bytes
+from dspark_trt_plugins.form_kernels import KERNELS_FIELD, FormKernels
 from dspark_trt_plugins.operation import NAMESPACE, VERSION, Operation, extents_of, workspace_offsets
 from dspark_trt_plugins.rtx_soname import provide_library_name
 
-KERNELS_FIELD = "kernels"
 FULL = "tensorrt"
 RTX = "tensorrt_rtx"
 MINIMUM_VERSION = (11, 1)  # of tensorrt: strongly typed networks only, attention with lengths
@@ -77,29 +77,6 @@ def unregister(trt: Any, name: str) -> None:
 def make_plugin(trt: Any, operation: Operation, bundle: KernelBundle) -> Any:
     """A plugin as the parser gets it."""
     return _classes(trt)[0](FormKernels(trt, operation, bundle))
-
-
-class FormKernels:
-    """What all plugins of one form share: an engine has one in every layer, and every context a clone of each."""
-
-    def __init__(self, trt: Any, operation: Operation, bundle: KernelBundle) -> None:
-        self.operation = operation
-        self._trt = trt
-        self.bundle = bundle
-        self._loaded: Any = None
-
-    @functools.cached_property
-    def fields(self) -> list[tuple[Any, Any]]:
-        """Plugin fields, each with the array that it points into. Packing the kernels takes milliseconds."""
-        return _fields(self._trt, self.operation, self.bundle)
-
-    def load(self) -> Any:
-        """LoadedKernels of the GPU of the CUDA context of the first call; they are never unloaded."""
-        from dspark_trt_plugins.launch import LoadedKernels
-
-        if self._loaded is None:
-            self._loaded = LoadedKernels(self.operation, self.bundle)
-        return self._loaded
 
 
 @functools.cache
@@ -238,19 +215,6 @@ def _declared_fields(trt: Any, form_type: type[Any]) -> list[Any]:
         trt.PluginField(field.name, nothing, kinds.INT32 if field.type in ("int", "bool") else kinds.CHAR)
         for field in dataclasses.fields(form_type)
     ]
-
-
-def _fields(trt: Any, operation: Operation, bundle: KernelBundle) -> list[tuple[Any, Any]]:
-    """Plugin fields, each with the array that it points into."""
-    kinds = trt.PluginFieldType
-    arrays = {
-        name: (np.frombuffer(value.encode(), np.int8), kinds.CHAR)
-        if isinstance(value, str)
-        else (np.array([value], np.int32), kinds.INT32)
-        for name, value in operation.attributes.items()
-    }
-    arrays[KERNELS_FIELD] = (np.frombuffer(bundle.to_bytes(), np.int8), kinds.INT8)
-    return [(trt.PluginField(name, array, kind), array) for name, (array, kind) in arrays.items()]
 
 
 def _field_value(trt: Any, field: Any) -> int | str:
