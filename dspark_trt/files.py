@@ -53,12 +53,12 @@ def _retired(destination: Path) -> Path:
     return destination.with_name(f".{destination.name}.old.partial")
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, content: str | bytes) -> None:
     scratch = path.with_name(f".{path.name}.partial")
     scratch.unlink(missing_ok=True)
     try:
-        with scratch.open("x", encoding="utf-8") as stream:
-            stream.write(text)
+        with scratch.open("xb") as stream:
+            stream.write(content.encode() if isinstance(content, str) else content)
         os.replace(scratch, path)
     except BaseException:
         scratch.unlink(missing_ok=True)

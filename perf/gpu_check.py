@@ -8,14 +8,15 @@ some (T) tensorrt or tensorrt_rtx besides.
 | part | what it shows | needs |
 |---|---|---|
 | kernels | MarkovHead and PrefixSelect against their references, in CUDA graphs, with poisoned surroundings | |
-| attention kernels | the same of RowAttention, prompt chunks too | |
+| attention kernels | the same of RowAttention, prompt chunks too, in every number of splits | |
 | acceptance kernels | the same of Acceptance, and its time with Qwen3's defaults at 1 and 32 requests | |
 | device sessions | the graphs in PyTorch with the compiled kernels: against the CPU, in CUDA graphs | P |
-| device runtime | greedy identity, chi-square, CUDA graphs and stream order on the CUDA reference engine | P |
+| device runtime | greedy identity, chi-square, CUDA graphs, a capture that fails, stream order, on PyTorch | P |
 | plugin microbenchmark | all plugins against straightforward torch and against the byte floor | |
 | device steps | a step table excerpt of the CUDA reference engine, eager against CUDA graphs | P |
+| device costs | binding and capturing a new bucket, five scattered prompts, likely steps made beforehand | P |
 | plugins in TensorRT | an engine with MarkovHead and PrefixSelect runs | T |
-| TensorRT engines | a pair's engines against the reference: numerics, in-place caches, mask, greedy identity | T |
+| TensorRT engines | a pair's engines against the reference: numbers, caches, mask, float16 sums, greedy identity | T |
 | TensorRT steps | a step table excerpt of TensorRT engines | T |
 
 A part that does not fit the time left is reported as such and fails the check. Exit status: 0 all that can run here
@@ -88,6 +89,7 @@ PARTS = (
     Part("device runtime", TESTS / "test_device_runtime.py"),
     Part("plugin microbenchmark", REPOSITORY / "perf" / "plugin_microbench.py", modules=KERNEL_MODULES),
     Part("device steps", REPOSITORY / "perf" / "device_steps.py", ("--backend", "reference")),
+    Part("device costs", REPOSITORY / "perf" / "device_costs.py"),
     Part("plugins in TensorRT", TESTS / "test_plugins_in_tensorrt.py", needs_tensorrt=True),
     Part("TensorRT engines", TESTS / "test_tensorrt_engines.py", needs_tensorrt=True),
     Part("TensorRT steps", REPOSITORY / "perf" / "device_steps.py", ("--backend", _tensorrt()), needs_tensorrt=True),

@@ -35,8 +35,10 @@ HEAD_FORMS = ("smollm2-135m", "qwen3-8b", "qwen3-8b-bfloat16-logits", "qwen3-8b-
 SELECT_FORMS = ("prefix-select",)
 ATTENTION_FORMS = ("row-attention-qwen3-8b", "row-attention-smollm2-135m")
 PROMPT_FORMS = ("row-attention-qwen3-8b-prompts",)  # one chunk of a whole step
+CHUNK_FORMS = ("row-attention-qwen3-8b-long-chunk",)  # the end of a prompt, behind a long context
 LIVE_POSITIONS = (256, 1024, 4096)  # of a capacity of 4608
 LIVE_POSITIONS_OF_PROMPTS = (512, 4096)
+LIVE_POSITIONS_OF_CHUNKS = (16384,)
 NUM_REQUESTS = (1, 8, 32, 64)
 COPY_BYTES = 2**31
 WARMUP_RUNS, TIMED_RUNS = 5, 30
@@ -103,7 +105,7 @@ def _select_inputs(operation: PrefixSelectOperation, num_requests: int, device: 
         "confidence_logits": torch.randn(num_requests, gamma, device=device) + 1,
         "temperatures": torch.ones(gamma, device=device),
         "caps": torch.full((num_requests,), gamma, device=device),
-        "is_forced": torch.zeros(num_requests, dtype=torch.bool, device=device),
+        "is_forced": torch.zeros(num_requests, dtype=torch.int64, device=device),
         "anchor_ids": torch.randint(1000, (num_requests,), device=device),
         "draft_ids": torch.randint(1000, (num_requests, gamma), device=device),
         "past_lengths": torch.randint(1000, (num_requests,), device=device),
@@ -152,6 +154,7 @@ def timed_calls() -> dict[str, list[tuple[int, int]]]:
         **{name: list(itertools.product((0,), NUM_REQUESTS)) for name in (*HEAD_FORMS, *SELECT_FORMS)},
         **{name: list(itertools.product(LIVE_POSITIONS, NUM_REQUESTS)) for name in ATTENTION_FORMS},
         **{name: list(itertools.product(LIVE_POSITIONS_OF_PROMPTS, (1,))) for name in PROMPT_FORMS},
+        **{name: list(itertools.product(LIVE_POSITIONS_OF_CHUNKS, (1,))) for name in CHUNK_FORMS},
     }
 
 

@@ -76,7 +76,7 @@ def _linear(inputs: Mapping[str, torch.Tensor], name: str, features: torch.Tenso
 
 def torch_prefix_select(form: PrefixSelectForm, inputs: Mapping[str, torch.Tensor]) -> Tensors:
     """A sort over all drafts, then gathers; inputs and outputs by name as the operation has them."""
-    logits, caps, is_forced = inputs["confidence_logits"].double(), inputs["caps"], inputs["is_forced"]
+    logits, caps, is_forced = inputs["confidence_logits"].double(), inputs["caps"], inputs["is_forced"] > 0
     is_finite = logits.isfinite()
     confidence = torch.where(is_finite, torch.where(is_finite, logits, 0.0) / inputs["temperatures"], 0.0).sigmoid()
     survival = torch.where(is_finite, confidence, 0.0).cumprod(dim=1)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import triton
-from dspark_trt_plugins.bundle import SUPPORTED_SMS, CompiledKernel, KernelBundle
+from dspark_trt_plugins.bundle import SHARED_BYTES_LIMIT, SUPPORTED_SMS, CompiledKernel, KernelBundle
 from dspark_trt_plugins.operation import POINTER_ALIGNMENT, Kernel, Operation, kernel_function
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 # Fused multiply-add is Triton's default today and will not be tomorrow; the numbers must not change with it.
 FP_FUSION = True
 WARP_SIZE = 32
-_TYPES = {"bool": "i1", "int32": "i32", "int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+_TYPES = {"int32": "i32", "int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +106,21 @@ def resources(kernel: CompiledKernel) -> Resources:
         shared_bytes=kernel.shared_bytes,
         cubin_bytes=len(kernel.cubin),
     )
+
+
+def check_resources(bundle: KernelBundle) -> list[str]:
+    """What spills, in words: slower than it should be, and right.
+
+    Raises RuntimeError when a kernel takes more shared memory than a block may have: no launch of it would succeed.
+    """
+    return [spill for sm, kernels in bundle.kernels.items() for kernel in kernels for spill in _spills(sm, kernel)]
+
+
+def _spills(sm: int, kernel: CompiledKernel) -> Iterator[str]:
+    if kernel.shared_bytes > SHARED_BYTES_LIMIT[sm]:
+        raise RuntimeError(
+            f"{kernel.name} for SM {sm}: expected {SHARED_BYTES_LIMIT[sm]} bytes of shared memory or fewer, found "
+            f"{kernel.shared_bytes}"
+        )
+    if stack_bytes := resources(kernel).stack_bytes:
+        yield f"{kernel.name} for SM {sm} spills {stack_bytes} bytes a thread"

@@ -14,6 +14,7 @@ from dspark_trt_plugins.row_attention.form import FloatType, RowAttentionForm
 from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 
 CAPACITY = 4608  # of a row of a context of 4096 and of steps of 512 tokens
+LONG_CAPACITY = 16896  # of a context of 16384
 
 
 def _qwen3_8b(**changes: Any) -> MarkovHeadOperation:
@@ -22,9 +23,14 @@ def _qwen3_8b(**changes: Any) -> MarkovHeadOperation:
 
 
 def _attention(
-    num_heads: int, num_kv_heads: int, head_dim: int, num_slots: int = 8, element_type: FloatType = "bfloat16"
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_slots: int = 8,
+    element_type: FloatType = "bfloat16",
+    capacity: int = CAPACITY,
 ) -> RowAttentionOperation:
-    return RowAttentionOperation(RowAttentionForm(num_heads, num_kv_heads, head_dim, CAPACITY, num_slots, element_type))
+    return RowAttentionOperation(RowAttentionForm(num_heads, num_kv_heads, head_dim, capacity, num_slots, element_type))
 
 
 NAMED_FORMS: dict[str, AcceptanceOperation | MarkovHeadOperation | PrefixSelectOperation | RowAttentionOperation] = {
@@ -42,6 +48,7 @@ NAMED_FORMS: dict[str, AcceptanceOperation | MarkovHeadOperation | PrefixSelectO
     "row-attention-qwen3-8b": _attention(32, 8, 128),
     "row-attention-qwen3-8b-drafter": _attention(32, 8, 128, num_slots=7),
     "row-attention-qwen3-8b-prompts": _attention(32, 8, 128, num_slots=512),
+    "row-attention-qwen3-8b-long-chunk": _attention(32, 8, 128, num_slots=16, capacity=LONG_CAPACITY),
     "row-attention-qwen3-8b-float32": _attention(32, 8, 128, element_type="float32"),
     "row-attention-smollm2-135m": _attention(9, 3, 64),
     "row-attention-without-groups": _attention(8, 8, 64, element_type="float16"),

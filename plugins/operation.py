@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-ElementType = Literal["bool", "int32", "int64", "float16", "bfloat16", "float32"]
+# No bool: TensorRT's documentation says that plugins have none (PluginTensorDesc::type, 10.14)
+ElementType = Literal["int32", "int64", "float16", "bfloat16", "float32"]
 ELEMENT_BYTES: dict[ElementType, int] = {
-    "bool": 1,
     "int32": 4,
     "int64": 8,
     "float16": 2,

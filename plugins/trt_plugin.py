@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 from dspark_trt_plugins.bundle import KernelBundle, bundle_from_bytes
+from dspark_trt_plugins.form_kernels import KERNELS_FIELD, FormKernels
 from dspark_trt_plugins.operation import NAMESPACE, VERSION, Operation, extents_of, workspace_offsets
 from dspark_trt_plugins.rtx_soname import provide_library_name
 
-KERNELS_FIELD = "kernels"
 FULL = "tensorrt"
 RTX = "tensorrt_rtx"
 MINIMUM_VERSION = (11, 1)  # of tensorrt: strongly typed networks only, attention with lengths
@@ -65,6 +65,7 @@ def register(
             raise RuntimeError(f"TensorRT refused the plugin creator {NAMESPACE}::{name}")
         creators[name] = creator
     creators[name].bundles = tuple(bundles)
+    creators[name].of_bundles.clear()
 
 
 def unregister(trt: Any, name: str) -> None:
@@ -73,9 +74,9 @@ def unregister(trt: Any, name: str) -> None:
         trt.get_plugin_registry().deregister_creator(creator)
 
 
-def plugin_type(trt: Any) -> type:
-    """The plugin class; made of an operation and its bundle."""
-    return _classes(trt)[0]
+def make_plugin(trt: Any, operation: Operation, bundle: KernelBundle) -> Any:
+    """A plugin as the parser gets it."""
+    return _classes(trt)[0](FormKernels(trt, operation, bundle))
 
 
 @functools.cache
@@ -88,7 +89,6 @@ def _registered(trt: Any) -> dict[str, Any]:
 def _classes(trt: Any) -> tuple[type, type]:
     """Plugin and creator, subclasses of the module's own interfaces."""
     element_types = {
-        "bool": trt.bool,
         "int32": trt.int32,
         "int64": trt.int64,
         "float16": trt.float16,
@@ -100,25 +100,21 @@ def _classes(trt: Any) -> tuple[type, type]:
         """One operation as a TensorRT plugin:
         linear formats, element types of the form, workspace as the operation says."""
 
-        def __init__(self, operation: Operation, bundle: KernelBundle) -> None:
+        def __init__(self, kernels: FormKernels) -> None:
             for base in Plugin.__bases__:
                 base.__init__(self)
-            self.plugin_name = operation.name
+            self.operation = kernels.operation
+            self.plugin_name = self.operation.name
             self.plugin_namespace = NAMESPACE
             self.plugin_version = VERSION
-            self.num_outputs = len(operation.outputs)
-            self.operation = operation
-            self.bundle = bundle
-            self.loaded: list[Any] = []  # LoadedKernels, shared by all clones: they are never unloaded
-            self._fields = _fields(trt, operation, bundle)
+            self.num_outputs = len(self.operation.outputs)
+            self.kernels = kernels
 
         def get_capability_interface(self, capability: Any) -> Any:
             return self
 
         def clone(self) -> Any:
-            copy = Plugin(self.operation, self.bundle)
-            copy.loaded = self.loaded
-            return copy
+            return Plugin(self.kernels)
 
         def get_output_data_types(self, input_types: Any) -> list[Any]:
             return [element_types[tensor.element_type] for tensor in self.operation.outputs]
@@ -157,22 +153,15 @@ def _classes(trt: Any) -> tuple[type, type]:
             """There is one tactic."""
 
         def get_fields_to_serialize(self) -> Any:
-            return trt.PluginFieldCollection([field for field, _ in self._fields])
-
-        def kernels(self) -> Any:
-            """Loaded for the GPU of the current CUDA context, at the first call."""
-            from dspark_trt_plugins.launch import LoadedKernels
-
-            if not self.loaded:
-                self.loaded.append(LoadedKernels(self.operation, self.bundle))
-            return self.loaded[0]
+            return trt.PluginFieldCollection([field for field, _ in self.kernels.fields])
 
         def attach_to_context(self, context: Any) -> Any:
-            self.kernels()  # not within a graph capture; a builder that times the plugin need not attach it
+            self.kernels.load()
             return self.clone()
 
         def on_shape_change(self, inputs: Any, outputs: Any) -> None:
             extents_of(self.operation.inputs, [list(description.dims) for description in inputs])
+            self.kernels.load()  # before any enqueue, which a capture may hold; a builder need not attach the plugin
 
         def enqueue(
             self, input_desc: Any, output_desc: Any, inputs: Any, outputs: Any, workspace: int, stream: int
@@ -184,7 +173,7 @@ def _classes(trt: Any) -> tuple[type, type]:
             names = [tensor.name for tensor in (*operation.inputs, *operation.outputs)]
             pointers = dict(zip(names, (*inputs, *outputs), strict=True))
             pointers |= workspace_pointers(operation.workspace, extents, workspace)
-            self.kernels().enqueue(extents, pointers, stream)
+            self.kernels.load().enqueue(extents, pointers, stream)
 
     class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
         def __init__(self, name: str, form_type: type[Any], factory: OperationFactory) -> None:
@@ -195,18 +184,24 @@ def _classes(trt: Any) -> tuple[type, type]:
             self.field_names = trt.PluginFieldCollection(_declared_fields(trt, form_type))
             self.factory = factory
             self.bundles: tuple[KernelBundle, ...] = ()
+            self.of_bundles: dict[int, FormKernels] = {}
+            self._of_engines: dict[tuple[Any, ...], FormKernels] = {}  # layers of a form share its kernels
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
             """Raises ValueError when the fields are no form or there are no kernels for it."""
             values = {field.name: field for field in fields}
             kernels = values.pop(KERNELS_FIELD, None)
             operation = self.factory({field.name: _field_value(trt, field) for field in values.values()})
+            form = tuple(sorted(operation.attributes.items()))
             if kernels is not None:
                 data = np.asarray(kernels.data, np.int8).tobytes()
-                return Plugin(operation, bundle_from_bytes(data, f"kernels of {name} in the engine"))
-            for bundle in self.bundles:
+                if (form, data) not in self._of_engines:
+                    bundle = bundle_from_bytes(data, f"kernels of {name} in the engine")
+                    self._of_engines[form, data] = FormKernels(trt, operation, bundle)
+                return Plugin(self._of_engines[form, data])
+            for index, bundle in enumerate(self.bundles):
                 if dict(bundle.attributes) == dict(operation.attributes):
-                    return Plugin(operation, bundle)
+                    return Plugin(self.of_bundles.setdefault(index, FormKernels(trt, operation, bundle)))
             raise ValueError(f"{name}: expected kernels of {dict(operation.attributes)} among the registered bundles")
 
     return Plugin, Creator
@@ -220,19 +215,6 @@ def _declared_fields(trt: Any, form_type: type[Any]) -> list[Any]:
         trt.PluginField(field.name, nothing, kinds.INT32 if field.type in ("int", "bool") else kinds.CHAR)
         for field in dataclasses.fields(form_type)
     ]
-
-
-def _fields(trt: Any, operation: Operation, bundle: KernelBundle) -> list[tuple[Any, Any]]:
-    """Plugin fields, each with the array that it points into."""
-    kinds = trt.PluginFieldType
-    arrays = {
-        name: (np.frombuffer(value.encode(), np.int8), kinds.CHAR)
-        if isinstance(value, str)
-        else (np.array([value], np.int32), kinds.INT32)
-        for name, value in operation.attributes.items()
-    }
-    arrays[KERNELS_FIELD] = (np.frombuffer(bundle.to_bytes(), np.int8), kinds.INT8)
-    return [(trt.PluginField(name, array, kind), array) for name, (array, kind) in arrays.items()]
 
 
 def _field_value(trt: Any, field: Any) -> int | str:

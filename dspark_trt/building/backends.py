@@ -117,6 +117,11 @@ def _check_combination(recipe: BuildRecipe, backend: Backend) -> None:
             f"num_threads: found {recipe.num_threads} with backend {backend}, whose engines run on a GPU; leave "
             "--num-threads out, or use --backend onnxruntime"
         )
+    if not recipe.uses_cuda_graphs and backend == "onnxruntime":
+        raise RecipeError(
+            "cuda_graphs: found off with backend onnxruntime, whose engines run on a CPU; leave --cuda-graphs out, or "
+            f"{_ON_GPUS}"
+        )
 
 
 def _check_sms_asked_for(sms: tuple[int, ...], library: Library) -> None:

@@ -55,7 +55,7 @@ def measure(
 ) -> CalibrationFile:
     """Decode the prompts with every draft verified, fit and measure (see calibration/run.py)."""
     build = context.output
-    engines = open_engines(build)
+    engines = open_engines(build, use_cuda_graphs=context.recipe.uses_cuda_graphs)
     codec = TextCodec.load(build / "checkpoints" / "tokenizer")
     source = read_draft_source(build)
     target = target_spec_from_json(json.loads((build / "checkpoints" / "target.json").read_text()))

@@ -102,11 +102,20 @@ class BuildRecipe(BaseModel):
     num_threads: Annotated[int | None, Option(default="the cores here")] = Field(
         default=None, ge=1, le=256, description="onnxruntime: threads of an engine."
     )
+    cuda_graphs: Literal["auto", "off"] = Field(
+        default="auto",
+        description="tensorrt and tensorrt_rtx: steps that only decode are recorded as CUDA graphs; off: never.",
+    )
 
     @property
     def has_drafter_model(self) -> bool:
         """Whether a model drafts; without one, drafts are copied from each request's own text."""
         return self.drafter != NGRAM
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether engines on a GPU may record CUDA graphs."""
+        return self.cuda_graphs != "off"
 
     @field_validator("*", mode="before")
     @classmethod

@@ -106,7 +106,7 @@ def measure_step_table(context: Context, progress: Progress, budget_s: float = m
     Raises EnvironmentMissingError where the engines' GPU is not.
     """
     _check_can_measure(context)
-    engines = open_engines(context.output)
+    engines = open_engines(context.output, use_cuda_graphs=context.recipe.uses_cuda_graphs)
     table = profile(
         engines.target,
         engines.drafter,
@@ -139,10 +139,11 @@ def _check_can_measure(context: Context) -> None:
 
 
 def _measured_on(context: Context) -> dict[str, Any]:
-    """The machine that a step table is for."""
+    """The machine that a step table is for, and how calls are made there."""
     here: dict[str, Any] = {"host": cpu.fingerprint()}
     if context.is_on_device:
         here["gpu"] = asdict(context.gpu) if isinstance(context.gpu, Gpu) else None
+        here["cuda_graphs"] = context.recipe.cuda_graphs
     return here
 
 

@@ -97,7 +97,7 @@ DRAFT_LOGITS = "draft_logits"
 CONFIDENCE_LOGITS = "confidence_logits"
 LAST_STATES = "last_states"
 
-ElementType = Literal["bool", "int64", "float32", "float16", "bfloat16"]
+ElementType = Literal["int64", "float32", "float16", "bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)

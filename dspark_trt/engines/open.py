@@ -46,8 +46,10 @@ def check_device(build: Path) -> None:
         raise EnvironmentMissingError(f"{build} holds engines for {settings.device}: {'; '.join(lacks)}")
 
 
-def open_engines(build: Path) -> OpenEngines:
+def open_engines(build: Path, *, use_cuda_graphs: bool = True) -> OpenEngines:
     """Open the target of the build directory `build`, and its drafter where it has one.
+
+    `use_cuda_graphs`: whether engines on a GPU may record CUDA graphs.
 
     Raises what check_device raises; EnvironmentMissingError when the backend's package is missing or of another
     version, EngineBuildError when an engine cannot be opened.
@@ -69,5 +71,5 @@ def open_engines(build: Path) -> OpenEngines:
             f"{build} holds engines of {settings.backend} {settings.library_version}, which no other version opens, "
             f"found {found}; install that version, or run `dspark-trt build` again"
         )
-    engines = open_tensorrt_engines(build, settings)
+    engines = open_tensorrt_engines(build, settings, use_cuda_graphs=use_cuda_graphs)
     return OpenEngines(engines.target, engines.drafter, engines.step, engines.acceptance, engines.synchronize)

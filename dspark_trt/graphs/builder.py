@@ -19,7 +19,6 @@ OPSET = 24
 IR_VERSION = 11
 CONTRIB_DOMAIN = "com.microsoft"
 ONNX_TYPES: dict[ElementType, int] = {
-    "bool": TensorProto.BOOL,
     "int64": TensorProto.INT64,
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,

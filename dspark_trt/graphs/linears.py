@@ -38,7 +38,7 @@ class Linears:
         """x [T, in], weight [out, in] -> [T, out]. Weights keep the checkpoint's layout, so that none is copied."""
         extra = [] if bias is None else [self._tensor(bias)]
         if self._bits is None:
-            return self._builder.op("Gemm", x, self._tensor(weight), *extra, transB=1, output=output)
+            return self._product(x, self._tensor(weight), *extra, output=output)
         if self._bits == "rows":
             product = self._by_rows(x, weight, output=None if extra else output)
             return self._builder.op("Add", product, *extra, output=output) if extra else product
@@ -58,6 +58,18 @@ class Linears:
             output=None if extra else output,
         )
         return self._builder.op("Add", product, *extra, output=output) if extra else product
+
+    def _product(self, *inputs: str, output: str | None) -> str:
+        """Summed in float32, also in a float16 graph: a compiler is free to sum in the type of what goes in.
+
+        TensorRT takes Casts around a product of float16 as that wish, and makes one kernel of all of it, which reads
+        float16 (its documentation, precision control). Sums of bfloat16 are float32 in any case.
+        """
+        builder = self._builder
+        if self._element_type != "float16":
+            return builder.op("Gemm", *inputs, transB=1, output=output)
+        wide = [builder.op("Cast", each, to=TensorProto.FLOAT) for each in inputs]
+        return builder.op("Cast", builder.op("Gemm", *wide, transB=1), to=TensorProto.FLOAT16, output=output)
 
     def _by_rows(self, x: str, weight: str, *, output: str | None) -> str:
         """Activations of each row in eight bits around 128, integer product, then the scales of output and row.

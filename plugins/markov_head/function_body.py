@@ -40,7 +40,7 @@ def markov_head_function(form: MarkovHeadForm) -> onnx.FunctionProto:
     gathered = {W1, W2} if form.top_n else {W1}
     weights = {n: _float32(body, n, form.weight_type) for n in form.weight_names if n not in gathered}
     steps = _Steps(form, body, weights)
-    previous = "anchor_ids"
+    previous = _nearest_row(body) if form.has_markov_head else "anchor_ids"
     ids, logits, embeddings = [], [], []
     for slot in range(form.gamma):
         slot_logits = steps.logits(slot, previous)
@@ -53,6 +53,12 @@ def markov_head_function(form: MarkovHeadForm) -> onnx.FunctionProto:
     if form.has_confidence_head:
         _confidence(form, body, weights, embeddings)
     return form_function(NAME, form, body.nodes)
+
+
+def _nearest_row(body: Body) -> str:
+    """The anchors; an id that W1 has no row for is the nearest that it has."""
+    last = body.op("Sub", body.op("Gather", body.op("Shape", W1), body.scalar(0), axis=0), body.scalar(1))
+    return body.op("Min", body.op("Max", "anchor_ids", body.scalar(0)), last)
 
 
 class _Steps:

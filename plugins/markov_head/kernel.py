@@ -32,13 +32,13 @@ def finite(logits):
 
 
 @triton.jit
-def previous_ids(anchor_ids, draft_ids, requests, slot, is_request, GAMMA: tl.constexpr):
-    """The token before `slot`: the anchor, then the drafts."""
+def previous_ids(anchor_ids, draft_ids, requests, slot, is_request, GAMMA: tl.constexpr, VOCAB: tl.constexpr):
+    """The token before `slot`: the anchor, then the drafts. An id that is none is the nearest one that is."""
     if slot == 0:
         ids = tl.load(anchor_ids + requests, mask=is_request)
     else:
         ids = tl.load(draft_ids + requests * GAMMA + slot - 1, mask=is_request)
-    return ids
+    return tl.minimum(tl.maximum(ids, 0), VOCAB - 1)
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def tile_logits(
     bias = tl.zeros([BLOCK_V, BLOCK_R], tl.float32)
     if RANK > 0:
         if feature is None:
-            previous = previous_ids(anchor_ids, draft_ids, requests, slot, is_request, GAMMA)
+            previous = previous_ids(anchor_ids, draft_ids, requests, slot, is_request, GAMMA, VOCAB)
         for first in range(0, RANK, BLOCK_K):
             ks = first + tl.arange(0, BLOCK_K)
             is_k = ks < RANK
@@ -216,6 +216,7 @@ def confidence(
     draft_ids,
     confidence_logits,  # [R, G] float32
     GAMMA: tl.constexpr,
+    VOCAB: tl.constexpr,
     RANK: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -233,7 +234,7 @@ def confidence(
     total = tl.sum(products, axis=0)
     if scored_w1 is not None:
         ks = tl.arange(0, BLOCK_RANK)
-        previous = previous_ids(anchor_ids, draft_ids, request, slot, None, GAMMA)
+        previous = previous_ids(anchor_ids, draft_ids, request, slot, None, GAMMA, VOCAB)
         e = tl.load(scored_w1 + previous * RANK + ks, mask=ks < RANK, other=0.0).to(tl.float32)
         total += tl.sum(e * tl.load(scorer + D + ks, mask=ks < RANK, other=0.0).to(tl.float32), axis=0)
     if scorer_bias is not None:

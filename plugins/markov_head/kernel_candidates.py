@@ -109,7 +109,7 @@ def candidate_logits(
     bias = tl.zeros([BLOCK_V], tl.float32)
     if RANK > 0:
         if feature is None:
-            source = w1 + previous_ids(anchor_ids, draft_ids, request, slot, None, GAMMA) * RANK
+            source = w1 + previous_ids(anchor_ids, draft_ids, request, slot, None, GAMMA, VOCAB) * RANK
         else:
             source = feature + request * RANK
         for first in range(0, RANK, BLOCK_K):

@@ -85,6 +85,7 @@ def gated_feature(
     num_requests,
     slot,
     GAMMA: tl.constexpr,
+    VOCAB: tl.constexpr,
     RANK: tl.constexpr,
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -96,7 +97,7 @@ def gated_feature(
     outs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     is_request, is_out = requests < num_requests, outs < RANK
     is_value = is_out[:, None] & is_request[None, :]
-    previous = previous_ids(anchor_ids, draft_ids, requests, slot, is_request, GAMMA)
+    previous = previous_ids(anchor_ids, draft_ids, requests, slot, is_request, GAMMA, VOCAB)
     gate = tl.load(projected + (requests[None, :] * GAMMA + slot) * RANK + outs[:, None], mask=is_value, other=0.0)
     gate = embedded_part(w1, previous, is_request, projection, outs, is_out, gate, RANK, D + RANK, D, BLOCK_K)
     embedded = tl.load(w1 + previous[None, :] * RANK + outs[:, None], mask=is_value, other=0.0).to(tl.float32)
@@ -120,6 +121,7 @@ def recurrent_feature(
     num_requests,
     slot,
     GAMMA: tl.constexpr,
+    VOCAB: tl.constexpr,
     RANK: tl.constexpr,
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -135,7 +137,7 @@ def recurrent_feature(
     has_state = requests < tl.where(slot > 0, num_requests, 0)  # s_0 = 0
     old_state = state + (slot % 2) * num_requests * RANK
     new_state = state + ((slot + 1) % 2) * num_requests * RANK
-    previous = previous_ids(anchor_ids, draft_ids, requests, slot, is_request, GAMMA)
+    previous = previous_ids(anchor_ids, draft_ids, requests, slot, is_request, GAMMA, VOCAB)
     of_slot = projected + (requests[None, :] * GAMMA + slot) * (3 * RANK) + outs[:, None]
     at = requests[None, :] * RANK + outs[:, None]
 

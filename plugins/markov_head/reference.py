@@ -40,7 +40,7 @@ def markov_head(
         weights: by canonical checkpoint name, `form.weight_names`.
         base_logits: [R, G, V] float32, lm_head of `hidden`.
         hidden: [R, G, D], backbone output of every slot after the final norm.
-        anchor_ids: [R], the token before the first draft.
+        anchor_ids: [R], the token before the first draft; one that W1 has no row for is the nearest that it has.
         temperatures: [R], 0 = argmax.
         uniforms: [R, G] in [0, 1), one draw each.
 
@@ -50,6 +50,8 @@ def markov_head(
     is_candidate = candidates(base_logits, form.top_n) if form.top_n else np.ones(base_logits.shape, bool)
     state = np.zeros((len(anchor_ids), form.markov_rank))
     previous = anchor_ids
+    if form.has_markov_head:  # an id that is none is the nearest one that is
+        previous = np.clip(anchor_ids, 0, len(weights["markov_head.markov_w1.weight"]) - 1)
     ids, logits, confidences = [], [], []
     for slot in range(form.gamma):
         slot_hidden = hidden[:, slot]

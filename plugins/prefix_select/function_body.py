@@ -51,7 +51,8 @@ class _Writer:
         body, form = self._body, self._form
         survival = self._survival()  # [R, G]
         slots = body.constant(np.arange(form.gamma, dtype=np.int64))
-        free_caps = body.op("Where", "is_forced", body.scalar(0), "caps")
+        is_forced = body.op("Greater", "is_forced", body.scalar(0))
+        free_caps = body.op("Where", is_forced, body.scalar(0), "caps")
         is_offered = body.op("Less", slots, body.op("Unsqueeze", free_caps, body.axes(1)))  # [R, G]
         keys = body.op("Where", is_offered, survival, self._body.float64(_NOT_OFFERED))
         flat = body.op("Reshape", body.op("Transpose", keys, perm=[1, 0]), body.axes(1, -1))  # [1, N]
@@ -64,8 +65,10 @@ class _Writer:
         taken = body.op("ScatterElements", none, order, body.op("Cast", is_taken, to=TensorProto.INT64), axis=1)
         by_slot = body.op("Reshape", taken, body.axes(form.gamma, -1))  # [G, R]
         admitted = body.op("ReduceSum", by_slot, body.axes(0), keepdims=0)
-        body.op("Where", "is_forced", "caps", admitted, output="verify_len")
-        tokens = body.op("Add", "verify_len", body.scalar(1))
+        forced = body.op("Max", "caps", body.scalar(0))
+        body.op("Where", is_forced, forced, admitted, output="verify_len")
+        is_request = body.op("GreaterOrEqual", "caps", body.scalar(0))
+        tokens = body.op("Where", is_request, body.op("Add", "verify_len", body.scalar(1)), body.scalar(0))
         body.op("CumSum", tokens, body.scalar(0), exclusive=1, output="first_tokens")
         body.op("ReduceSum", tokens, body.axes(0), keepdims=1, output="num_tokens")
 

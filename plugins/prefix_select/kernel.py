@@ -82,19 +82,20 @@ def admit_drafts(
     BLOCK_R: tl.constexpr,
 ):
     """What each request gets of the drafts that are admitted. One program."""
-    admitted = tl.load(num_admitted).to(tl.int32)
+    admitted = tl.load(num_admitted)
     begin = tl.full([], 0, tl.int64)
     for start in range(0, num_requests, BLOCK_R):
         requests = start + tl.arange(0, BLOCK_R)
         is_request = requests < num_requests
         forced = tl.load(is_forced + requests, mask=is_request, other=0) != 0
-        length = tl.load(caps + requests, mask=is_request & forced, other=0)
+        cap = tl.load(caps + requests, mask=is_request, other=-1)
+        length = tl.where(forced & (cap > 0), cap, 0)
         for draft in range(GAMMA):
             at = draft * num_requests + requests
             is_offered = tl.load(keys + at, mask=is_request, other=NOT_OFFERED) != NOT_OFFERED
             rank = tl.load(ranks + at, mask=is_request, other=0)
-            length += (is_offered & (rank < admitted)).to(tl.int64)
-        tokens = tl.where(is_request, length + 1, 0)
+            length += (is_offered & (rank.to(tl.int64) < admitted)).to(tl.int64)
+        tokens = tl.where(cap >= 0, length + 1, 0)  # a padding request has none, not even an anchor
         tl.store(verify_len + requests, length, mask=is_request)
         tl.store(first_tokens + requests, begin + tl.cumsum(tokens, axis=0) - tokens, mask=is_request)
         begin += tl.sum(tokens, axis=0)

@@ -42,7 +42,7 @@ class PrefixSelectOperation:
             Tensor("confidence_logits", "float32", ("R", gamma)),
             Tensor("temperatures", "float32", (gamma,)),
             Tensor("caps", "int64", ("R",)),
-            Tensor("is_forced", "bool", ("R",)),
+            Tensor("is_forced", "int64", ("R",)),
             Tensor("anchor_ids", "int64", ("R",)),
             Tensor("draft_ids", "int64", ("R", gamma)),
             Tensor("past_lengths", "int64", ("R",)),

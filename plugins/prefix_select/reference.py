@@ -26,18 +26,25 @@ def prefix_select(form: PrefixSelectForm, inputs: Mapping[str, NDArray[Any]]) ->
     verify_len = lagged_budget(
         fresh,
         caps=inputs["caps"],
-        is_forced=inputs["is_forced"],
+        is_forced=inputs["is_forced"] > 0,
         num_admitted=int(inputs["num_admitted"][0]),
     )
     return {"verify_len": verify_len, **pack_tokens(verify_len, inputs), **pack_rows(verify_len, inputs)}
+
+
+def num_tokens_of(verify_len: IntArray, caps: IntArray) -> IntArray:
+    """Packed tokens of each request, [R]: its anchor and drafts; none of a padding request, whose cap is below 0."""
+    tokens: IntArray = np.where(caps >= 0, verify_len + 1, 0)
+    return tokens
 
 
 def pack_tokens(verify_len: IntArray, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """What stands at each packed token: every request's anchor and drafts. Padding repeats the last token."""
     gamma = inputs["draft_ids"].shape[1]
     blocks = np.concatenate([inputs["anchor_ids"][:, None], inputs["draft_ids"]], axis=1)  # [R, G + 1]
-    ends = np.cumsum(verify_len + 1)
-    first_tokens = ends - verify_len - 1
+    num_tokens = num_tokens_of(verify_len, inputs["caps"])
+    ends = np.cumsum(num_tokens)
+    first_tokens = ends - num_tokens
     tokens = np.minimum(inputs["token_index"], ends[-1] - 1)
     requests = np.searchsorted(first_tokens, tokens, side="right") - 1
     slots = tokens - first_tokens[requests]
@@ -56,7 +63,8 @@ def pack_rows(verify_len: IntArray, inputs: Mapping[str, NDArray[Any]]) -> dict[
     requests, is_used = inputs["row_requests"], inputs["row_query_lengths"] > 0
     requests = np.where(is_used, requests, 0)
     lengths = np.where(is_used, verify_len[requests], 0)
-    first_tokens = np.where(is_used, (np.cumsum(verify_len + 1) - verify_len - 1)[requests], 0)
+    num_tokens = num_tokens_of(verify_len, inputs["caps"])
+    first_tokens = np.where(is_used, (np.cumsum(num_tokens) - num_tokens)[requests], 0)
     slots = np.arange(inputs["draft_ids"].shape[1] + 1)
     return {
         "decode.tokens": first_tokens[:, None] + np.minimum(slots, lengths[:, None]),
@@ -84,8 +92,8 @@ def lagged_budget(
 
     `num_admitted` comes from survivals two steps old; the fresh ones only rank.
     """
-    verify_len = np.where(is_forced, caps, 0).astype(np.int64)
-    for request, _ in ranked(survival, caps, is_forced)[:num_admitted]:
+    verify_len = np.where(is_forced, np.maximum(caps, 0), 0).astype(np.int64)
+    for request, _ in ranked(survival, caps, is_forced)[: max(num_admitted, 0)]:
         verify_len[request] += 1
     return verify_len
 

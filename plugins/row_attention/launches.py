@@ -1,5 +1,10 @@
 """Which kernels a RowAttention has, and the launches of a call: two, or one without splits. Needs nothing but Python.
 
+How many splits: a GPU is busy when it has two programs for each multiprocessor. A program reads the keys and values of
+one key head for a block of queries; where rows, heads and queries make fewer programs than that, the positions of a row
+are shared out, in splits that are the longer the more programs there are already. Where they make twice as many, no row
+is split.
+
 Shape letters: `B` rows, `N` query heads, `K` KV heads, `S` padded query length, `C` row capacity, `H` head dim, `P`
 splits.
 """
@@ -20,10 +25,21 @@ NARROWEST = 16  # of a matrix product
 WIDEST = 128  # of a head that more than the smallest block of queries is taken of: wider ones spill
 TILE_BYTES = 16 * 1024  # of keys, and of values: with three stages in flight it fits the shared memory of every GPU
 LARGEST_TILE = {"float32": 32, "float16": 128, "bfloat16": 128}  # positions
-MANY_SCORES = 4096  # of a tile: 8 warps, so that nothing spills
-SPLIT_POSITIONS = 256  # a split has no fewer: what it writes has to be little beside the keys and values that it reads
-MAX_SPLITS = 16
-QUERIES_WITHOUT_SPLITS = 128  # slots that keep a GPU busy by themselves, as prompt chunks do
+MANY_SCORES = 4096  # of a tile, at most, and then 8 warps: so nothing spills
+WANTED_PROGRAMS = 256  # two for each multiprocessor of a large GPU: an H100 has 132
+SHORTEST_SPLIT = 256  # positions: what a split writes has to be little beside the keys and values that it reads
+LONGEST_SPLIT = 4096  # one long row among short ones must not keep the others waiting
+SPLITS_OF_A_BUSY_GPU = 8  # of a row at most, which bounds the workspace
+MAX_SPLITS = 32
+SLOTS_AT_ONCE = 128  # of a row, that are looked at to learn where it ends
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """How the positions of a call's rows are shared out."""
+
+    count: int  # P, at most
+    positions: int  # of a split, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +60,16 @@ class RowAttentionOperation:
     def attributes(self) -> Mapping[str, int | str]:
         return attributes_of(self.form)
 
+    def splits(self, num_rows: int, num_slots: int) -> Splits:
+        """Of a call of these sizes, by rows, heads, queries and capacity."""
+        queries = self.form.group_size * num_slots
+        programs = num_rows * self.form.num_kv_heads * -(-queries // _query_block(self.form, queries))
+        return _splits(self.form.capacity, programs)
+
     @property
-    def num_splits(self) -> int:
-        """Programs that share the positions of a row, P: many where queries are few."""
-        form = self.form
-        wanted = max(QUERIES_WITHOUT_SPLITS // form.num_slots, 1)
-        return min(-(-form.capacity // SPLIT_POSITIONS), wanted, MAX_SPLITS)
+    def max_splits(self) -> int:
+        """Of any call: 1 where no row of the form's capacity is ever split."""
+        return _splits(self.form.capacity, 1).count
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -61,24 +81,24 @@ class RowAttentionOperation:
 
     @property
     def workspace(self) -> tuple[Tensor, ...]:
-        return _workspace(self.form, self.num_splits)
+        return _workspace(self.form)
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
         form = self.form
         is_float32 = form.element_type == "float32"
-        blocks = {_query_block(form, form.group_size * slots) for slots in range(1, form.num_slots + 1)}
+        is_wide = is_float32 or _width(form) > WIDEST  # of registers
         kernels = [
             Kernel(
                 f"attend_split_{block}",
                 "kernel.attend_split",
-                {"BLOCK_Q": block},
-                num_warps=8 if is_float32 or block * _position_block(form) >= MANY_SCORES else 4,
+                {"BLOCK_Q": block, "BLOCK_C": min(_position_block(form), MANY_SCORES // block)},
+                num_warps=8 if is_wide or block * _position_block(form) >= MANY_SCORES else 4,
                 num_stages=2 if is_float32 else 3,
             )
-            for block in sorted(blocks)
+            for block in _query_blocks_of(form)
         ]
-        if self.num_splits > 1:
+        if self.max_splits > 1:
             kernels.append(Kernel("combine_splits", "kernel.combine_splits", num_warps=2))
         return tuple(kernels)
 
@@ -108,15 +128,30 @@ def _outputs(form: RowAttentionForm) -> tuple[Tensor, ...]:
 
 
 @functools.cache
-def _workspace(form: RowAttentionForm, num_splits: int) -> tuple[Tensor, ...]:
-    if num_splits == 1:
+def _workspace(form: RowAttentionForm) -> tuple[Tensor, ...]:
+    """Of the call whose splits leave most, since a compiler asks once for all calls."""
+    fewest = [(programs, _splits(form.capacity, programs).count) for programs in range(1, 2 * WANTED_PROGRAMS)]
+    num_parts = max((programs * count for programs, count in fewest if count > 1), default=0)
+    if num_parts == 0:
         return ()
-    shape = ("B", form.num_heads, "S", num_splits)
+    num_parts *= max(_query_blocks_of(form))
     return (
-        Tensor("accumulators", "float32", (*shape, form.head_dim)),
-        Tensor("maxima", "float32", shape),
-        Tensor("sums", "float32", shape),
+        Tensor("accumulators", "float32", (num_parts, form.head_dim)),
+        Tensor("maxima", "float32", (num_parts,)),
+        Tensor("sums", "float32", (num_parts,)),
     )
+
+
+@functools.cache
+def _splits(capacity: int, programs: int) -> Splits:
+    """Of rows that `programs` programs read without splits."""
+    if programs >= 2 * WANTED_PROGRAMS:
+        return Splits(1, capacity)
+    wanted = -(-capacity * programs // WANTED_PROGRAMS)
+    longest = max(LONGEST_SPLIT, capacity // SPLITS_OF_A_BUSY_GPU)
+    count = min(max(capacity // min(max(wanted, SHORTEST_SPLIT), longest), 1), MAX_SPLITS)
+    tile = max(LARGEST_TILE.values())
+    return Splits(count, max(-(-capacity // (count * tile)) * tile, SHORTEST_SPLIT))
 
 
 @functools.cache
@@ -129,12 +164,10 @@ def _arguments(operation: RowAttentionOperation) -> Mapping[str, str | int | Non
         "NUM_KV_HEADS": form.num_kv_heads,
         "CAPACITY": form.capacity,
         "H": form.head_dim,
-        "NUM_SPLITS": operation.num_splits,
-        "SPLIT_POSITIONS": SPLIT_POSITIONS,
-        "BLOCK_S": next_power_of_2(form.num_slots),
-        "BLOCK_C": _position_block(form),
+        "BLOCK_S": min(next_power_of_2(form.num_slots), SLOTS_AT_ONCE),
+        "BLOCK_SHARE": _position_block(form),
         "BLOCK_H": _width(form),
-        "BLOCK_P": next_power_of_2(operation.num_splits),
+        "BLOCK_P": next_power_of_2(operation.max_splits),
     }
 
 
@@ -148,13 +181,16 @@ def _launches(operation: RowAttentionOperation, num_rows: int, num_slots: int) -
     queries = form.group_size * num_slots  # of one key head
     block = _query_block(form, queries)
     query_blocks = -(-queries // block)
-    scalars = {"num_slots": num_slots, "num_query_blocks": query_blocks}
+    splits = operation.splits(num_rows, num_slots)
+    shared = {"num_slots": num_slots, "num_splits": splits.count, "split_positions": splits.positions}
     attend = Launch(
-        f"attend_split_{block}", (num_rows * form.num_kv_heads * query_blocks, operation.num_splits), scalars
+        f"attend_split_{block}",
+        (num_rows * form.num_kv_heads * query_blocks, splits.count),
+        shared | {"num_query_blocks": query_blocks},
     )
-    if operation.num_splits == 1:
+    if splits.count == 1:
         return (attend,)
-    return attend, Launch("combine_splits", (num_rows * form.num_heads * num_slots, 1), {"num_slots": num_slots})
+    return attend, Launch("combine_splits", (num_rows * form.num_heads * num_slots, 1), shared)
 
 
 def _width(form: RowAttentionForm) -> int:
@@ -163,7 +199,7 @@ def _width(form: RowAttentionForm) -> int:
 
 
 def _position_block(form: RowAttentionForm) -> int:
-    """Cache positions that are read at a time, BLOCK_C."""
+    """Cache positions that are read at a time, BLOCK_C, unless that makes too many scores."""
     row_bytes = _width(form) * ELEMENT_BYTES[form.element_type]
     return min(max(TILE_BYTES // row_bytes, NARROWEST), LARGEST_TILE[form.element_type])
 
@@ -172,3 +208,9 @@ def _query_block(form: RowAttentionForm, queries: int) -> int:
     all_blocks = QUERY_BLOCKS_FLOAT32 if form.element_type == "float32" else QUERY_BLOCKS
     blocks = all_blocks if _width(form) <= WIDEST else all_blocks[:1]
     return next((block for block in blocks if queries <= block), blocks[-1])
+
+
+@functools.cache
+def _query_blocks_of(form: RowAttentionForm) -> tuple[int, ...]:
+    """The sizes that calls of the form take, rising."""
+    return tuple(sorted({_query_block(form, form.group_size * slots) for slots in range(1, form.num_slots + 1)}))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dspark_trt.contract import bindings
+from dspark_trt.engines.device.warm_up import likely_requests, warm_up
 from dspark_trt.errors import CapacityError, EngineBuildError
 from tests.support.fused_steps import LIMITS, FusedSteps
 
@@ -75,6 +76,33 @@ def test_the_budget_is_spent_whatever_the_confidences_are(steps: FusedSteps, val
     assert not np.isfinite(found.confidence_logits[2]).any()
     assert found.verify_lens.sum() == 11
     np.testing.assert_array_equal(found.verify_lens, steps.choose(inputs.select, found.confidence_logits))
+
+
+def test_steps_of_any_number_of_requests_share_few_selections(steps: FusedSteps) -> None:
+    """The selection is padded to a bucket of requests: each number of its own would be bound anew while serving."""
+    steps.begin([4, 5])
+    for count in range(1, 7):
+        for num_admitted in (0, 3):
+            steps.check(steps.inputs(list(range(count)), [5] * count, num_admitted))
+    assert {extents["R"] for extents in steps.pair.select.bound_extents} == {1, 2, 4, 6}
+    assert len(steps.pair.select.bound_extents) <= 8
+
+
+def test_likely_steps_are_bound_beforehand_and_change_no_answer(steps: FusedSteps, tmp_path: Path) -> None:
+    (tmp_path / "warm").mkdir()
+    warm = FusedSteps(tmp_path / "warm")
+    sessions = (warm.pair.target, warm.pair.draft, warm.pair.select, warm.pair.ingest)
+    assert warm_up(warm.engines) > 20
+    bound = [len(session.bound_extents) for session in sessions]
+    assert min(bound) >= 4
+    assert list(likely_requests(LIMITS)) == [6, 4, 2, 1]
+    warm.begin([0, 1, 2, 3])
+    for count in (1, 2, 4):
+        rows = list(range(count))
+        warm.check(warm.inputs(rows, [warm.gamma] * count, count * warm.gamma))
+        query = np.full(count, warm.gamma + 1)
+        warm.ingest(rows, query, warm.lengths[rows])
+    assert [len(session.bound_extents) for session in sessions] == bound
 
 
 def test_a_step_beside_prompt_chunks_in_distant_rows(steps: FusedSteps) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,8 @@ from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine import cpu
 from tests.support.factories import write_drafter, write_target
 from tests.support.plugin_graphs import draft_and_select_model
-from tests.support.rtx_graphs import Pair, compile_some, export
+from tests.support.rtx_graphs import ListeningLog, Pair, compile_some, export
+from tests.support.wide_products import NUM_OUTPUTS, NUM_TERMS, wide_product
 
 ONLY_SELECT = (bindings.SELECT_GRAPH,)
 RTX_89 = CompileSettings("tensorrt_rtx", (89,))
@@ -74,7 +77,7 @@ def attention_model(*, inputs: list[str], written: str = "TensorScatter") -> onn
 
 def parsed(trt: Any, model: onnx.ModelProto) -> Any:
     log = BuildLog(trt)
-    return parse_graph(trt, trt.Builder(log.logger), model, Path("attention.onnx"), log)
+    return parse_graph(trt, trt.Builder(log.logger), model, Path("attention.onnx"), log)[0]
 
 
 def test_every_build_of_a_process_hears_what_the_compiler_says(trt: Any) -> None:
@@ -111,6 +114,62 @@ def test_what_the_parser_drops_is_an_error(trt: Any) -> None:
     model.graph.node[-1].attribute.append(helper.make_attribute("is_causal", 1))
     with pytest.raises(EngineBuildError, match=r"found \['is_causal'\]"):
         check_layers(network, model, "attention.onnx", use_plugins=True)
+
+
+@pytest.mark.parametrize(
+    "warning",
+    [
+        "ModelImporter.cpp:653: UNUSED INPUT: lengths",
+        "Unused Input: lengths",
+        "onnxOpImporters.cpp:1902: axis attribute is ignored by this operator",
+        "onnx2trt_utils.cpp:400: One or more weights outside the range of INT32 was clamped",
+        "Attribute softcap is not supported; using the default value",
+        "Unsupported attribute alpha",
+        "Values were truncated to 32 bits",
+    ],
+)
+def test_a_warning_that_something_else_is_computed_ends_the_build(
+    trt: Any, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warning: str
+) -> None:
+    compiler = GraphCompiler(RTX_89, tmp_path)
+    make_parser_say(trt, warning, monkeypatch)
+    with pytest.raises(
+        EngineBuildError, match=r"select\.onnx: tensorrt_rtx 1\.7\S* would not compute what the graph says"
+    ):
+        compile_some(pair.graphs, compiler, ONLY_SELECT)
+
+
+def make_parser_say(trt: Any, remark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real parser, which has something to say besides."""
+    parser_type = trt.OnnxParser
+
+    class RemarkingParser:
+        def __init__(self, network: Any, logger: Any) -> None:
+            self.parser = parser_type(network, logger)
+            self.logger = logger
+
+        def parse(self, *arguments: Any) -> bool:
+            self.logger.log(trt.ILogger.WARNING, remark)
+            return bool(self.parser.parse(*arguments))
+
+        @property
+        def num_errors(self) -> int:
+            return int(self.parser.num_errors)
+
+    monkeypatch.setattr(trt, "OnnxParser", RemarkingParser)
+
+
+def test_a_harmless_warning_is_logged_and_kept(
+    trt: Any, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later version of a parser may say more than this one."""
+    remark = "ModelImporter.cpp:1: this operator has a newer form"
+    compiler = GraphCompiler(RTX_89, tmp_path)
+    make_parser_say(trt, remark, monkeypatch)
+    with caplog.at_level(logging.WARNING, logger="dspark_trt"):
+        compile_some(pair.graphs, compiler, ONLY_SELECT)
+    assert remark in caplog.text
+    assert read_facts(tmp_path, bindings.SELECT_GRAPH).warnings == (remark,)
 
 
 def test_an_operator_that_it_does_not_know_is_an_error(trt: Any) -> None:
@@ -164,6 +223,27 @@ def interrupt_beyond(limit: float) -> Callable[[float], None]:
             raise KeyboardInterrupt
 
     return progress
+
+
+def test_casts_around_a_product_of_float16_become_a_part_of_it(trt: Any) -> None:
+    """The wish for float32 sums: one product that reads float16, and weights that are kept in float16."""
+    model, _, _ = wide_product()
+    log = ListeningLog(trt)
+    builder = trt.Builder(log.logger)
+    network, _ = parse_graph(trt, builder, model, Path("product.onnx"), log)
+    config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(trt.ComputeCapability.SM89, 0)
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    profile.set_shape("x", (1, NUM_TERMS), (8, NUM_TERMS), (64, NUM_TERMS))
+    config.add_optimization_profile(profile)
+    engine = builder.build_serialized_network(network, config)
+    lines = [line for message in log.messages for line in message.splitlines() if line.startswith("Name: ")]
+    kernels = [line for line in lines if "shape_call" not in line and "Dimensions" in line]
+    assert [re.findall(r"LayerType: (\w+)", line) for line in kernels] == [["gemm"]]
+    assert re.findall(r"Datatype: (\w+)", kernels[0].partition("Constants")[0]) == ["Half"]
+    weight_bytes = NUM_TERMS * NUM_OUTPUTS * 2
+    assert weight_bytes < engine.nbytes < 1.1 * weight_bytes
 
 
 def test_facts_are_read_back(pair: Pair, tmp_path: Path) -> None:

@@ -17,6 +17,9 @@ import pytest
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.build import CompileSettings
+from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, open_graphs
+from dspark_trt.engines.tensorrt.compiler.profiles import graph_profiles
+from dspark_trt.engines.tensorrt.compiler.scratch import scratch_bytes
 from tests.support.factories import write_drafter, write_target
 from tests.support.rtx_graphs import SMS, DetailedCompiler, compile_some, export
 
@@ -25,7 +28,10 @@ CAPACITY = LIMITS.max_seq_len + LIMITS.max_batch_tokens
 NUM_LAYERS = 3
 KV_HEADS, HEAD_DIM = 2, 64
 GAMMA = 5
-PROFILES = {bindings.TARGET_GRAPH: ("decode", "verify", "prefill"), bindings.DRAFT_GRAPH: ("draft",)}
+PROFILES = {
+    graph: [profile.name for profile in graph_profiles(graph, LIMITS, GAMMA)]
+    for graph in (bindings.TARGET_GRAPH, bindings.DRAFT_GRAPH)
+}
 GROUPS = {bindings.TARGET_GRAPH: bindings.TARGET_GROUPS, bindings.DRAFT_GRAPH: (bindings.CONTEXT,)}
 CASES = [(graph, profile) for graph, profiles in PROFILES.items() for profile in profiles]
 Tensors = dict[str, tuple[int, ...]]  # shapes by name, -1 where the call decides
@@ -75,20 +81,24 @@ class Listing:
 
     layers: tuple[Layer, ...]
     scratch_bytes: int
+    planned_bytes: int  # before anything was compiled
 
 
 Listings = dict[tuple[str, str], Listing]  # by graph and profile
 
 
-def listings(messages: list[str]) -> Listings:
+def listings(messages: list[str], opened: OpenedGraphs) -> Listings:
     """From the compiler's messages, in which graphs stand in the order of compilation."""
     parts = "\n".join(messages).split("Input filename:")[1:]  # what the parser says first
     result = {}
     for (graph, profiles), part in zip(PROFILES.items(), parts, strict=True):
         layers = tuple(_layers(part))
         scratch = [int(size) for size in re.findall(r"Max Scratch Memory: (\d+) bytes", part)]
-        for index, (profile, size) in enumerate(zip(profiles, scratch, strict=True)):
-            result[graph, profile] = Listing(tuple(layer for layer in layers if layer.profile == index), size)
+        dims = opened.target if graph == bindings.TARGET_GRAPH else opened.drafter
+        planned = [scratch_bytes(opened.models[graph], dims, each) for each in graph_profiles(graph, LIMITS, GAMMA)]
+        for index, (profile, size, plan) in enumerate(zip(profiles, scratch, planned, strict=True)):
+            of_profile = tuple(layer for layer in layers if layer.profile == index)
+            result[graph, profile] = Listing(of_profile, size, plan)
     return result
 
 
@@ -114,15 +124,15 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
     return target, write_drafter(folder / "drafter", target, layers=NUM_LAYERS, gamma=GAMMA)
 
 
-@pytest.fixture(scope="module", params=[*((sm,) for sm in SMS), SMS], ids=lambda sms: "-".join(map(str, sms)))
+@pytest.fixture(scope="module", params=[(80,), (120,), SMS], ids=lambda sms: "-".join(map(str, sms)))
 def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Listings:
-    """For each GPU alone, and for all in one engine, which the compiler makes alike for all of them."""
+    """For the oldest and the newest GPU alone, and for all in one engine, which the compiler makes alike for all."""
     folder = tmp_path_factory.mktemp("listing")
     pair = export(*write_pair(folder), folder / "graphs", LIMITS, "bf16")
     (folder / "engines").mkdir()
     compiler = DetailedCompiler(CompileSettings("tensorrt_rtx", request.param), folder / "engines")
     compile_some(pair.graphs, compiler, tuple(PROFILES))
-    return listings(compiler.log.messages)
+    return listings(compiler.log.messages, open_graphs(pair.graphs))
 
 
 @pytest.mark.parametrize(("graph", "profile"), CASES)
@@ -152,3 +162,10 @@ def test_nothing_else_reads_them_but_the_update_and_nothing_is_copied(
     assert [layer.name for layer in listing.layers if layer.copies] == []
     keys_of_a_layer = LIMITS.max_requests * KV_HEADS * CAPACITY * HEAD_DIM * 2
     assert listing.scratch_bytes < keys_of_a_layer  # 8 MB of it are for matrix products
+
+
+@pytest.mark.parametrize(("graph", "profile"), CASES)
+def test_scratch_memory_is_within_the_plan(compiled: Listings, graph: str, profile: str) -> None:
+    """docs/operations.md has the plan of larger shapes."""
+    listing = compiled[graph, profile]
+    assert listing.scratch_bytes <= listing.planned_bytes <= listing.scratch_bytes + (64 << 20)

@@ -7,6 +7,8 @@ import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.settings import EngineSettings
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, Profile, choose_profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
-from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime
+from dspark_trt.engines.tensorrt.runtime import CACHE_SUFFIX, TensorRTRuntime
 from dspark_trt.engines.tensorrt.session import TensorRTSession
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from tests.support.conversations import read_pair
@@ -141,6 +143,72 @@ def test_an_error_has_only_what_was_said_about_it(runtime: TensorRTRuntime, tmp_
             TensorRTSession(foreign, runtime)
         messages.append(str(caught.value))
     assert len(messages[0]) == len(messages[1])
+
+
+class RecordingCache:
+    """An IRuntimeCache: bytes that begin with a mark are its own, others of another version."""
+
+    MARK = b"kernels of this GPU"
+
+    def __init__(self) -> None:
+        self.content = self.MARK
+
+    def deserialize(self, data: bytes) -> bool:
+        if data.startswith(self.MARK):
+            self.content = data
+        return data.startswith(self.MARK)
+
+    def serialize(self) -> bytes:
+        return self.content + b"."
+
+
+class RecordingEngine:
+    """As far as a context is made: every one gets a cache."""
+
+    def __init__(self) -> None:
+        self.caches: list[RecordingCache] = []
+
+    def create_runtime_config(self) -> Any:
+        return SimpleNamespace(
+            set_execution_context_allocation_strategy=lambda strategy: None,
+            create_runtime_cache=RecordingCache,
+            set_runtime_cache=lambda cache: self.caches.append(cache) or True,  # type: ignore[func-returns-value]
+        )
+
+    def create_execution_context(self, config: Any) -> Any:
+        return object()
+
+
+def open_recording_engine(path: Path) -> tuple[TensorRTRuntime, RecordingEngine]:
+    runtime, engine = TensorRTRuntime("tensorrt_rtx", "cpu"), RecordingEngine()
+    runtime._runtime = SimpleNamespace(deserialize_cuda_engine=lambda content: engine)
+    assert runtime.deserialize(path) is engine
+    for bound in (True, False, True):
+        runtime.create_context(engine, bound=bound)
+    assert len(engine.caches) == 3
+    assert len({id(cache) for cache in engine.caches}) == 1, "what one context compiled serves the others"
+    return runtime, engine
+
+
+def test_kernels_that_were_compiled_here_are_kept_for_the_next_process(tmp_path: Path) -> None:
+    path = tmp_path / "target.engine"
+    path.write_bytes(b"engine")
+    for opened in range(3):
+        runtime, engine = open_recording_engine(path)
+        assert engine.caches[0].content == RecordingCache.MARK + b"." * opened
+        runtime.keep_caches()
+    path.with_suffix(CACHE_SUFFIX).write_bytes(b"of another driver")
+    assert open_recording_engine(path)[1].caches[0].content == RecordingCache.MARK
+
+
+def test_a_build_that_is_not_ours_to_write_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "target.engine"
+    path.write_bytes(b"engine")
+    runtime, _ = open_recording_engine(path)
+    path.unlink()
+    tmp_path.rmdir()  # root may write into a folder that forbids it
+    runtime.keep_caches()
+    assert not tmp_path.exists()
 
 
 def test_a_build_needs_torch_for_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

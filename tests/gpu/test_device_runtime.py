@@ -122,6 +122,28 @@ def test_buckets_give_the_oracles_numbers_and_their_graphs_the_bits_of_eager_cal
     assert all(captured)
 
 
+def test_a_capture_that_cuda_voids_leaves_its_bucket_eager_and_the_others_with_graphs(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    capture, numbers = CudaGraphCapture(device), torch.zeros(4, device=device)
+
+    def waits() -> None:
+        numbers.add_(1)
+        torch.cuda.synchronize()  # which a capture does not permit
+
+    for call in (waits, lambda: numbers.add_(1)):
+        capture.warm_up(call)
+    assert capture.capture(waits) is waits
+    assert "could not be captured" in caplog.text
+    replay = capture.capture(lambda: numbers.add_(1))
+    before = numbers.clone()
+    waits()
+    replay()
+    replay()
+    assert torch.equal(numbers, before + 3)
+
+
 def test_moved_rows_go_on_where_they_were(pair: Pair) -> None:
     engines = open_on_gpu(pair)
     rows = Rows(pair.gamma, np.random.default_rng(2))

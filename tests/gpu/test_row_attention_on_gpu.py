@@ -87,10 +87,9 @@ def test_every_grouping_of_heads_and_every_type(
 def test_prompt_chunks_of_every_length(
     heads: tuple[int, int, int], element_type: Any, compile_for_gpu: Compiler
 ) -> None:
-    """The form without splits, from the one token of an idle group to a whole step,
+    """From the one token of an idle group to a whole step,
     at the beginning of a prompt and at its end."""
     operation = operation_of(heads, element_type, PROMPT_SLOTS)
-    assert operation.num_splits == 1
     run = runner(operation, compile_for_gpu)
     for num_slots, past_lengths in (
         (1, [0]),

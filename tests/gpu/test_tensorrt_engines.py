@@ -7,6 +7,7 @@ They are compared with the PyTorch sessions in the same precision. `tensorrt` is
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from dspark_trt.contract.forms import select_form
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.engines.device.graphs import CudaGraphCapture
 from dspark_trt.engines.settings import EngineSettings
+from dspark_trt.engines.tensorrt.compiler.network import parse_graph
 from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
 from dspark_trt.engines.tensorrt.library import SUPPORTED_SMS, Library
 from dspark_trt.reference.on_device import open_reference_sessions
@@ -49,6 +51,7 @@ from tests.support.device_cases import (
 )
 from tests.support.prefix_select_cases import random_step
 from tests.support.session_calls import copied
+from tests.support.wide_products import NUM_TERMS, assert_summed_in_float32, wide_product
 
 pytestmark = pytest.mark.gpu
 LIBRARY: Library = "tensorrt" if find_spec("tensorrt") else "tensorrt_rtx"
@@ -190,3 +193,25 @@ def test_greedy_output_with_drafts_differs_at_near_ties_only(
     check_same_up_to_ties(pair, tokens_of(loop, requests), plain, LARGEST_TIE)
     assert loop.totals.num_drafts_verified > loop.totals.num_drafts_accepted > 0
     assert loop.totals.num_rows_moved > 0
+
+
+def test_products_of_float16_are_summed_in_float32(compiled: Compiled) -> None:
+    """Of as many terms as the widest product of Qwen3-8B has."""
+    trt, log = compiled.runtime.trt, compiled.runtime.log
+    model, x, exact = wide_product()
+    builder = trt.Builder(log.logger)
+    network, _ = parse_graph(trt, builder, model, Path("product.onnx"), log)
+    config, profile = builder.create_builder_config(), builder.create_optimization_profile()
+    profile.set_shape("x", (1, NUM_TERMS), x.shape, (64, NUM_TERMS))
+    config.add_optimization_profile(profile)
+    engine = trt.Runtime(log.logger).deserialize_cuda_engine(builder.build_serialized_network(network, config))
+    context = engine.create_execution_context()
+    given = torch.from_numpy(x).to(DEVICE)
+    found = torch.empty(exact.shape, dtype=torch.float16, device=DEVICE)
+    context.set_input_shape("x", x.shape)
+    for name, tensor in (("x", given), ("y", found)):
+        context.set_tensor_address(name, tensor.data_ptr())
+    torch.cuda.synchronize()
+    assert context.execute_async_v3(torch.cuda.current_stream().cuda_stream)
+    torch.cuda.synchronize()
+    assert_summed_in_float32(found.cpu().numpy(), exact)

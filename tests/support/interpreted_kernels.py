@@ -15,12 +15,19 @@ from numpy.typing import NDArray
 Arrays = dict[str, NDArray[Any]]
 
 
-def run_interpreted(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> Arrays:
-    """Outputs by name. Float inputs are rounded to the operation's element types.
+def run_interpreted(
+    operation: Operation, inputs: Mapping[str, NDArray[Any]], *, with_workspace: bool = False
+) -> Arrays:
+    """Outputs by name, and where it is asked for what is left in the workspace, which holds NaN at first.
+
+    Float inputs are rounded to the operation's element types.
 
     Raises AssertionError when anything outside of an output or of the workspace was written.
     """
-    return _worker().submit(_run, operation, {t.name: inputs[t.name] for t in operation.inputs}).result()
+    given = {tensor.name: inputs[tensor.name] for tensor in operation.inputs}
+    found = _worker().submit(_run, operation, given).result()
+    kept = {tensor.name for tensor in operation.outputs} | (set(found) if with_workspace else set())
+    return {name: value for name, value in found.items() if name in kept}
 
 
 @functools.cache

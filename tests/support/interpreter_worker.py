@@ -103,10 +103,7 @@ class GuardedTensor:
     def __init__(self, tensor: Tensor, extents: Mapping[str, int], value: NDArray[Any] | None = None) -> None:
         shape = tensor.shape_in(extents)
         element_type = getattr(torch, tensor.element_type)
-        if element_type is torch.bool:
-            poison: Any = True
-        else:
-            poison = float("nan") if element_type.is_floating_point else POISON_INTEGER
+        poison: Any = float("nan") if element_type.is_floating_point else POISON_INTEGER
         count = int(np.prod(shape))
         self._memory = torch.full((count + 2 * GUARD,), poison, dtype=element_type)
         self._poison = self._memory[:GUARD].clone()
@@ -121,7 +118,7 @@ class GuardedTensor:
 
 
 def run(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Outputs by name; bfloat16 as float32. Float inputs are rounded to the operation's element types."""
+    """Outputs and workspace by name; bfloat16 as float32. Float inputs are rounded to the operation's element types."""
     kernels = {kernel.name: kernel for kernel in operation.kernels}
     extents = extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs])
     tensors = {tensor.name: GuardedTensor(tensor, extents, inputs[tensor.name]) for tensor in operation.inputs}
@@ -142,7 +139,8 @@ def run(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> dict[str, N
         tensor.assert_surroundings_untouched()
     for name, value in before.items():
         assert torch.equal(value.view(torch.uint8), tensors[name].value.view(torch.uint8)), f"{name}: an input changed"
-    return {tensor.name: _as_array(tensors[tensor.name].value) for tensor in operation.outputs}
+    written = (*operation.outputs, *operation.workspace)
+    return {tensor.name: _as_array(tensors[tensor.name].value) for tensor in written}
 
 
 def _as_array(value: torch.Tensor) -> NDArray[Any]:

@@ -18,7 +18,6 @@ from onnx import TensorProto, helper, numpy_helper
 from tests.support.markov_head_cases import random_weights
 
 ONNX_TYPES = {
-    "bool": TensorProto.BOOL,
     "int64": TensorProto.INT64,
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,

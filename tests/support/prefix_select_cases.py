@@ -37,7 +37,7 @@ def random_step(form: PrefixSelectForm, num_requests: int, seed: int, num_paddin
         "confidence_logits": logits,
         "temperatures": random.uniform(0.5, 2, form.gamma).astype(np.float32),
         "caps": caps,
-        "is_forced": is_forced,
+        "is_forced": is_forced.astype(np.int64),
         "anchor_ids": random.integers(0, 10**6, num_requests),
         "draft_ids": random.integers(0, 10**6, block),
         "past_lengths": random.integers(0, 10**5, num_requests),
@@ -52,7 +52,7 @@ def random_step(form: PrefixSelectForm, num_requests: int, seed: int, num_paddin
 def function_model(form: PrefixSelectForm) -> onnx.ModelProto:
     """A model of one PrefixSelect node."""
     operation = PrefixSelectOperation(form)
-    types = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "bool": TensorProto.BOOL}
+    types = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
     inputs, outputs = (
         [helper.make_tensor_value_info(t.name, types[t.element_type], t.shape) for t in tensors]
         for tensors in (operation.inputs, operation.outputs)

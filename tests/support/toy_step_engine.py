@@ -96,7 +96,7 @@ class ToyStepEngine(FailingEngine):
             "confidence_logits": confidence_logits,
             "temperatures": select.temperatures,
             "caps": select.caps,
-            "is_forced": select.is_forced,
+            "is_forced": select.is_forced.astype(np.int64),
             "anchor_ids": plain.token_ids[:num_requests],
             "draft_ids": draft_ids,
             "past_lengths": plain.past_lengths[:num_requests],

@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 
 from dspark_trt.engines.device.session import DeviceSession, Tensors
-from dspark_trt.errors import EngineBuildError
 from dspark_trt.log import get_logger
 
 logger = get_logger(__name__)
 
 NUM_KEPT_BUCKETS = 96
+NUM_FAILURES_BORNE = 3  # captures: a device on which so many fail has none of the others either
 
 Call = Callable[[], object]
 
@@ -33,18 +33,18 @@ class Capture(Protocol):
         ...
 
     def capture(self, call: Call) -> Call:
-        """A call that does the same. Nothing is executed yet."""
+        """A call that does the same; `call` itself where it cannot be captured. Nothing is executed yet."""
         ...
 
 
 class CudaGraphCapture:
-    """CUDA graphs of one device, with one memory pool."""
+    """CUDA graphs of one device, with one memory pool as long as every capture succeeds."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._failed: torch.cuda.CUDAGraph | None = None
+        self._failed: list[torch.cuda.CUDAGraph] = []  # kept: torch may still count them as being recorded
         # A pool ends with its last graph and must not be captured into again: this one keeps it.
         one = torch.zeros(1, device=device)
         self.warm_up(one.zero_)
@@ -60,37 +60,46 @@ class CudaGraphCapture:
         current.wait_stream(self._stream)
 
     def capture(self, call: Call) -> Call:
-        """A replay of the call; the call itself from the first one on that cannot be captured, which a warning tells.
+        """A replay of the call; the call itself where it cannot be captured, which a warning tells.
 
-        It ran before, so it runs without a graph, only slower. A capture that CUDA has voided can leave torch's memory
-        pool in between, where another capture must not begin.
+        It ran before, so it runs without a graph, only slower. A capture that CUDA has voided leaves torch's memory
+        pool in between, where another capture must not begin: later ones have a new pool. After
+        `NUM_FAILURES_BORNE` of them none is tried any more.
         """
-        if self._failed is not None:
+        if len(self._failed) >= NUM_FAILURES_BORNE:
             return call
         graph = torch.cuda.CUDAGraph()
         is_collecting = gc.isenabled()
         gc.disable()  # a graph or an event that is freed meanwhile would break the capture
         try:
-            with torch.cuda.stream(self._stream):
-                # other threads of the process may allocate meanwhile
-                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                try:
-                    call()
-                except BaseException:
-                    with suppress(RuntimeError):  # it leaves the capture, which is void
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        except (RuntimeError, EngineBuildError) as error:
-            raise EngineBuildError(
-                f"CUDA graph on {self._device}: a call that ran could not be captured: {error}; open the engines "
-                "without CUDA graphs, and report it"
-            ) from error
+            self._record(graph, call)
+        except Exception as error:  # of the backend too: what is wrong besides, the eager call will say
+            self._failed.append(graph)
+            self._pool = torch.cuda.graph_pool_handle()
+            logger.warning(
+                "CUDA graph on %s: a call that ran could not be captured and goes on without a graph, slower (%s)%s",
+                self._device,
+                error,
+                "; no more captures are tried" if len(self._failed) == NUM_FAILURES_BORNE else "",
+            )
+            return call
         finally:
             if is_collecting:
                 gc.enable()
         replay: Call = graph.replay
         return replay
+
+    def _record(self, graph: torch.cuda.CUDAGraph, call: Call) -> None:
+        with torch.cuda.stream(self._stream):
+            # other threads of the process may allocate meanwhile
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                call()
+            except BaseException:
+                with suppress(RuntimeError):  # it leaves the capture, which is void
+                    graph.capture_end()
+                raise
+            graph.capture_end()
 
 
 class _Bucket:

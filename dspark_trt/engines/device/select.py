@@ -19,6 +19,7 @@ from dspark_trt.engines.device.session import DeviceSession, Tensors
 from dspark_trt.engines.row_groups import Int64
 
 VERIFY_LEN = "verify_len"
+PADDING_CAP = -1  # of a request that is none
 _TOKEN_INDEX = "token_index"
 _ON_DEVICE = (bindings.CONFIDENCE_LOGITS, bindings.DRAFT_IDS, _TOKEN_INDEX)
 _UNREAD = ("num_tokens", "first_tokens", "token_requests")  # outputs that verification does not take
@@ -30,19 +31,25 @@ def select_layout(dims: DrafterDims, num_requests: int, num_rows: int, begin: in
     return Layout(inputs, {"R": num_requests, "B": num_rows}, begin=begin)
 
 
-def select_arrays(select: SelectBatch, anchor_ids: Int64, rows: Int64, past_lengths: Int64, num_rows: int) -> Arrays:
-    """Inputs of the selection that the host sends. R is exact: a padding request would count as a token."""
+def select_arrays(
+    select: SelectBatch, anchor_ids: Int64, rows: Int64, past_lengths: Int64, num_requests: int, num_rows: int
+) -> Arrays:
+    """Inputs of the selection that the host sends, padded to `num_requests`: a padding request has no token."""
     row_requests, row_query_lengths = np.zeros((2, num_rows), np.int64)
     row_requests[rows] = np.arange(len(rows))
     row_query_lengths[rows] = 1
+
+    def padded(values: Int64, padding: int = 0) -> Int64:
+        return np.concatenate([values, np.full(num_requests - len(values), padding)])
+
     return {
         "temperatures": select.temperatures,
-        "caps": select.caps,
-        "is_forced": select.is_forced,
+        "caps": padded(select.caps, PADDING_CAP),
+        "is_forced": padded(select.is_forced.astype(np.int64)),
         "num_admitted": np.array([select.num_admitted], np.int64),
-        bindings.ANCHOR_IDS: anchor_ids,
-        bindings.PAST_LENGTHS: past_lengths,
-        bindings.BLOCK_ROWS: rows,
+        bindings.ANCHOR_IDS: padded(anchor_ids),
+        bindings.PAST_LENGTHS: padded(past_lengths),
+        bindings.BLOCK_ROWS: padded(rows),
         bindings.ROW_REQUESTS: row_requests,
         bindings.ROW_QUERY_LENGTHS: row_query_lengths,
     }

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import DraftBatch, HostDrafts, SelectBatch, SelectedOutput, TargetBatch
+from dspark_trt.engines.device.buckets import bucket
 from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_tokens, target_calls
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
@@ -78,14 +79,18 @@ class DeviceStepEngine:
         check_batch(plain, new_positions, target.gamma, target.limits, num_selected)
         draft_call = drafter.draft_call(draft)
         calls = target_calls(plain, target.gamma, target.limits, num_selected)
-        num_rows = calls[0].shape.decode[0]
-        arrays = select_arrays(select, plain.token_ids[:n], plain.rows[:n], plain.past_lengths[:n], num_rows)
+        num_rows, num_requests = calls[0].shape.decode[0], bucket(n, target.limits.max_requests)
+        arrays = select_arrays(
+            select, plain.token_ids[:n], plain.rows[:n], plain.past_lengths[:n], num_requests, num_rows
+        )
         with torch_errors("draft, selection and verification"):
             target.prepare(plain)
-            drafter.inputs.send((draft_call.layout, draft_call.arrays), (self._select.layout(n, num_rows), arrays))
+            drafter.inputs.send(
+                (draft_call.layout, draft_call.arrays), (self._select.layout(num_requests, num_rows), arrays)
+            )
             target.send(calls[0])
             drafted = drafter.enqueue(draft_call)
-            self._select_into(calls[0], n, num_rows, num_decode_tokens(plain, num_selected))
+            self._select_into(calls[0], num_requests, num_rows, num_decode_tokens(plain, num_selected))
             fetched = drafter.fetched.fetch()
             verified = target.enqueue(calls)
         return SelectedOutput(_host_drafts(fetched, num_drafting, n), drafted.draft_logits, verified)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 DEVICE = "cuda"  # one process per GPU; CUDA_VISIBLE_DEVICES chooses another
 
 
-def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngines:
-    """Target and drafter of the build directory `build`, on the GPU of this process.
+def open_tensorrt_engines(build: Path, settings: EngineSettings, *, use_cuda_graphs: bool = True) -> DeviceEngines:
+    """Target and drafter of the build directory `build`, on the GPU of this process, likely steps made once.
 
     Raises EnvironmentMissingError without torch for CUDA, a GPU, or the package; EngineBuildError when an engine cannot
     be opened, or was compiled with another package than the settings say.
@@ -32,6 +32,7 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngine
     import torch
 
     from dspark_trt.engines.device.engines import DeviceSessions, open_device_engines
+    from dspark_trt.engines.device.warm_up import warm_up
     from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime
     from dspark_trt.engines.tensorrt.session import TensorRTSession
 
@@ -50,10 +51,14 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngine
             )
     runtime = TensorRTRuntime(settings.backend, DEVICE)
     sessions = DeviceSessions(*(TensorRTSession(engine_path(folder, graph), runtime) for graph in GRAPHS))
-    return open_device_engines(
+    engines = open_device_engines(
         sessions,
         target_dims_from_metadata(facts[bindings.TARGET_GRAPH].metadata, bindings.TARGET_GRAPH),
         drafter_dims_from_metadata(facts[bindings.DRAFT_GRAPH].metadata, bindings.DRAFT_GRAPH),
         DEVICE,
+        use_cuda_graphs=use_cuda_graphs,
         acceptance_kernels=read_acceptance(folder),
     )
+    warm_up(engines)
+    runtime.keep_caches()
+    return engines

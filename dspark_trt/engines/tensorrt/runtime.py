@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,12 @@ from dspark_trt_plugins.registry import register_plugins
 from dspark_trt.engines.device.buffers import with_index
 from dspark_trt.engines.tensorrt.library import BuildLog, Library, import_library
 from dspark_trt.errors import EngineBuildError
+from dspark_trt.files import write_atomically
+from dspark_trt.log import get_logger
+
+logger = get_logger(__name__)
+
+CACHE_SUFFIX = ".runtime_cache"  # beside `.engine`: kernels that TensorRT-RTX compiled here
 
 
 class TensorRTRuntime:
@@ -34,8 +40,8 @@ class TensorRTRuntime:
         self.device = with_index(torch.device(device))
         register_plugins(self.trt)  # kernels and forms are in the engines
         self._runtime = self.trt.Runtime(self.log.logger)
-        # by engine, with the engine, TensorRT-RTX: what one context compiled serves the others
-        self._kernels: dict[int, tuple[Any, Any]] = {}
+        self._paths: dict[int, tuple[Any, Path]] = {}  # of engines, by identity, with the engine
+        self._caches: dict[Path, Any] = {}  # TensorRT-RTX: what one context compiled serves the others
         self._memory: torch.Tensor | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -50,6 +56,7 @@ class TensorRTRuntime:
             raise EngineBuildError(f"{path} cannot be read ({error}); run `dspark-trt build` again") from None
         if engine is None:
             raise self.failure(f"{path} cannot be opened by {self.trt.__name__} {self.trt.__version__}")
+        self._paths[id(engine)] = engine, path.with_suffix(CACHE_SUFFIX)
         return engine
 
     def create_context(self, engine: Any, *, bound: bool) -> Any:
@@ -65,10 +72,29 @@ class TensorRTRuntime:
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
         config.dynamic_shapes_kernel_specialization_strategy = specialisation.EAGER if bound else specialisation.NONE
-        _, cache = self._kernels.setdefault(id(engine), (engine, config.create_runtime_cache()))
-        if not config.set_runtime_cache(cache):
+        if not config.set_runtime_cache(self._cache(engine, config)):
             raise self.failure("TensorRT-RTX refuses a cache of compiled kernels")
         return engine.create_execution_context(config)
+
+    def _cache(self, engine: Any, config: Any) -> Any:
+        """Kernels that were compiled for this GPU, those of an earlier process among them."""
+        _, path = self._paths[id(engine)]
+        if path not in self._caches:
+            cache = self._caches[path] = config.create_runtime_cache()
+            with suppress(OSError):
+                if not cache.deserialize(path.read_bytes()):
+                    self.log.take()  # of another version, driver or GPU: they are compiled again
+                    logger.info("%s is of other circumstances and is not used", path)
+        return self._caches[path]
+
+    def keep_caches(self) -> None:
+        """Write what was compiled beside the engines, for the next process; a folder that is not ours to write is left
+        as it is."""
+        for path, cache in self._caches.items():
+            try:
+                write_atomically(path, bytes(cache.serialize()))
+            except OSError as error:
+                logger.info("compiled kernels are not kept: %s", error)
 
     def memory(self, num_bytes: int) -> torch.Tensor:
         """What contexts compute in. It is replaced where it is too small; contexts keep what they got."""

@@ -37,7 +37,6 @@ class TensorRTSession:
         names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
         self._inputs = [each for each in names if engine.get_tensor_mode(each) == trt.TensorIOMode.INPUT]
         types = {
-            trt.bool: torch.bool,
             trt.int64: torch.int64,
             trt.float32: torch.float32,
             trt.float16: torch.float16,

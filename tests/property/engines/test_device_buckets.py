@@ -15,7 +15,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.device.buckets import LARGEST_POWER, bucket, prefill_runs, query_bucket
 from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_tokens, target_calls
-from dspark_trt.engines.tensorrt.compiler.profiles import graph_profiles
+from dspark_trt.engines.tensorrt.compiler.profiles import PREFILL_STEP, graph_profiles, prefill_corners
 from dspark_trt.errors import CapacityError
 from tests.support.profile_choice import chosen_profile
 
@@ -40,6 +40,18 @@ def test_few_buckets_serve_all_sizes(most: int) -> None:
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_buckets_grow_with_the_size(one: int, other: int) -> None:
     assert bucket(min(one, other), 5000) <= bucket(max(one, other), 5000)
+
+
+@given(st.integers(1, 300), st.integers(0, 2000), st.data())
+def test_every_shared_call_of_prompts_is_within_a_profile_and_no_profile_is_wide(
+    num_rows: int, more: int, data: st.DataObject
+) -> None:
+    limits = EngineLimits(max_requests=num_rows, max_seq_len=4096, max_batch_tokens=num_rows + more)
+    corners = prefill_corners(limits)
+    assert all(rows * length <= PREFILL_STEP * limits.max_batch_tokens for rows, length in corners)
+    rows = data.draw(st.integers(1, num_rows))
+    length = data.draw(st.integers(1, limits.max_batch_tokens // rows))
+    assert any(rows <= most and length <= longest for most, longest in corners)
 
 
 def test_rows_decode_one_token_or_a_block() -> None:
@@ -196,4 +208,5 @@ def test_every_target_call_fits_a_profile_that_tensorrt_compiles(step: Step) -> 
         extents = {"T": call.shape.num_tokens, "L": call.shape.num_logits}
         extents |= {"B_decode": decode[0], "S_decode": decode[1], "B_prefill": prefill[0], "S_prefill": prefill[1]}
         chosen = chosen_profile(profiles, extents)
-        assert profiles[chosen].name != "prefill" or call.shape.prefill is not None, "a bucket has a tight profile"
+        is_wide = profiles[chosen].name.startswith("prefill")
+        assert not is_wide or call.shape.prefill is not None, "a bucket has a tight profile"

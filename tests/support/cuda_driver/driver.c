@@ -2,7 +2,7 @@
  *
  * A "cubin" is a string with one letter for each parameter of its kernel: p for a pointer, i for an int32. Launches on stream -1
  * fail. Without the environment variables DRIVER_GPU_SM and DRIVER_GPU_NAME the device is an "NVIDIA H200" of compute capability
- * 9.0; with DRIVER_NUM_GPUS=0 there is none.
+ * 9.0; with DRIVER_NUM_GPUS=0 there is none. Between the begin of a stream's capture and its end nothing can be loaded.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -13,7 +13,14 @@
 #include <string.h>
 
 typedef int Result;
-enum { SUCCESS = 0, INVALID_VALUE = 1, NO_DEVICE = 100, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 };
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    NO_DEVICE = 100,
+    STREAM_CAPTURE_UNSUPPORTED = 900,
+    CAPABILITY_MAJOR = 75,
+    CAPABILITY_MINOR = 76
+};
 
 struct Kernel {
     char name[64];
@@ -22,6 +29,7 @@ struct Kernel {
 
 static struct Kernel kernels[64];
 static unsigned num_kernels;
+static int is_capturing;
 static char log_text[1 << 20];
 static size_t log_size;
 
@@ -84,7 +92,9 @@ Result cuDriverGetVersion(int *version)
 
 Result cuGetErrorString(Result error, const char **text)
 {
-    *text = error == NO_DEVICE ? "no CUDA-capable device is detected" : "invalid argument";
+    *text = error == NO_DEVICE                    ? "no CUDA-capable device is detected"
+            : error == STREAM_CAPTURE_UNSUPPORTED ? "operation not permitted when stream is capturing"
+                                                  : "invalid argument";
     return SUCCESS;
 }
 
@@ -101,8 +111,23 @@ Result cuDeviceGetAttribute(int *value, int attribute, int device)
     return SUCCESS;
 }
 
+Result cuStreamBeginCapture(void *stream, int mode)
+{
+    is_capturing = 1;
+    return SUCCESS;
+}
+
+Result cuStreamEndCapture(void *stream, void **graph)
+{
+    is_capturing = 0;
+    return SUCCESS;
+}
+
 Result cuLibraryLoadData(void **library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f)
 {
+    if (is_capturing)
+        return STREAM_CAPTURE_UNSUPPORTED;
+    note("load\n");
     snprintf(kernels[num_kernels].parameters, sizeof kernels[0].parameters, "%s", (const char *)code);
     *library = &kernels[num_kernels++];
     return SUCCESS;

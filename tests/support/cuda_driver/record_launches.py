@@ -38,6 +38,13 @@ def with_parameter_types(operation: Operation, bundle: KernelBundle) -> KernelBu
     return replace(bundle, kernels=kernels)
 
 
+def begin_capture(stream: int) -> None:
+    from cuda.bindings import driver
+
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    assert driver.cuStreamBeginCapture(stream, mode) == (driver.CUresult.CUDA_SUCCESS,)
+
+
 def launch(operation: Operation, bundle: KernelBundle, stream: int) -> None:
     from dspark_trt_plugins.launch import LoadedKernels, workspace_pointers
 
@@ -47,10 +54,12 @@ def launch(operation: Operation, bundle: KernelBundle, stream: int) -> None:
     LoadedKernels(operation, bundle).enqueue(EXTENTS, pointers, stream)
 
 
-def launch_by_plugin(operation: Operation, bundle: KernelBundle, stream: int, *, is_attached: bool = True) -> None:
-    from dspark_trt_plugins.trt_plugin import load_tensorrt, plugin_type
+def launch_by_plugin(
+    operation: Operation, bundle: KernelBundle, stream: int, *, is_attached: bool = True, is_captured: bool = False
+) -> None:
+    from dspark_trt_plugins.trt_plugin import load_tensorrt, make_plugin
 
-    plugin = plugin_type(load_tensorrt("tensorrt_rtx"))(operation, bundle)
+    plugin = make_plugin(load_tensorrt("tensorrt_rtx"), operation, bundle)
     if is_attached:
         plugin.attach_to_context(None)  # one of many contexts
         plugin = plugin.attach_to_context(None)
@@ -59,21 +68,33 @@ def launch_by_plugin(operation: Operation, bundle: KernelBundle, stream: int, *,
         for tensors in (operation.inputs, operation.outputs)
     )
     addresses = [address(index) for index in range(len(inputs) + len(outputs))]
+    if is_captured:
+        plugin.on_shape_change(inputs, outputs)
+        begin_capture(stream)
     plugin.enqueue(inputs, outputs, addresses[: len(inputs)], addresses[len(inputs) :], WORKSPACE, stream)
 
 
+def launch_in_capture(operation: Operation, bundle: KernelBundle, stream: int) -> None:
+    """What must not be: the first launch loads."""
+    begin_capture(stream)
+    launch(operation, bundle, stream)
+
+
 def main(library: str, way: str, bundle_path: str, stream: str) -> None:
-    driver = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)  # its SONAME is that of the real driver, which is not opened then
-    driver.driver_log.restype = ctypes.c_char_p
+    # its SONAME is that of the real driver, which is not opened then
+    recording = ctypes.CDLL(library, ctypes.RTLD_GLOBAL)
+    recording.driver_log.restype = ctypes.c_char_p
     bundle = read_bundle(Path(bundle_path))
     operation = operation_of(bundle.operation, bundle.attributes)
     ways = {
         "launcher": launch,
         "plugin": launch_by_plugin,
         "plugin that a builder times": partial(launch_by_plugin, is_attached=False),
+        "plugin in a capture": partial(launch_by_plugin, is_attached=False, is_captured=True),
+        "launcher loaded in a capture": launch_in_capture,
     }
     ways[way](operation, with_parameter_types(operation, bundle), int(stream))
-    print(driver.driver_log().decode(), end="")
+    print(recording.driver_log().decode(), end="")
 
 
 if __name__ == "__main__":

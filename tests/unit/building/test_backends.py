@@ -111,6 +111,7 @@ def test_auto_does_not_build_another_precision_than_was_asked_for(machine: Any) 
         ),
         ({"backend": "onnxruntime", "compute_capabilities": [89]}, "leave --compute-capability out"),
         ({"backend": "tensorrt", "num_threads": 2}, "num_threads: found 2 with backend tensorrt"),
+        ({"backend": "onnxruntime", "cuda_graphs": "off"}, "cuda_graphs: found off with backend onnxruntime"),
     ],
 )
 def test_what_does_not_go_together_is_refused_whatever_the_machine(

@@ -16,7 +16,7 @@ from dspark_trt.engines.device.buffers import ALIGNMENT_BYTES, NUM_HOST_PIECES, 
 CPU = torch.device("cpu")
 BINDINGS = (
     Binding("ids", "int64", ("R", 3)),
-    Binding("is_on", "bool", ("R",)),
+    Binding("halves", "float16", ("R",)),
     Binding("weights", "float32", ("R", 5)),
     Binding("one", "int64", (1,)),
 )
@@ -26,7 +26,7 @@ def arrays(count: int, seed: int = 0) -> dict[str, Any]:
     random = np.random.default_rng(seed)
     return {
         "ids": random.integers(-9, 9, (count, 3)),
-        "is_on": random.random(count) < 0.5,
+        "halves": random.random(count, dtype=np.float32).astype(np.float16),
         "weights": random.random((count, 5), dtype=np.float32),
         "one": np.array([seed]),
     }

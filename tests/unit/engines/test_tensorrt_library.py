@@ -12,7 +12,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import CacheDims, DrafterDims, TargetDims
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler import targets as tensorrt_targets
-from dspark_trt.engines.tensorrt.compiler.memory import cache_bytes, check_memory, output_bytes
+from dspark_trt.engines.tensorrt.compiler.memory import cache_bytes, check_memory, memory_plan, output_bytes
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.compiler.targets import CompileTargets, compile_targets
 from dspark_trt.engines.tensorrt.library import SUPPORTED_SMS, check_library, check_sms, import_library
@@ -96,41 +96,41 @@ def test_gpu_memory_is_counted() -> None:
     tokens, drafts = 100, 12 * GAMMA
     assert output_bytes(TARGET, DRAFTER) == 4 * 1000 * (tokens + drafts) + tokens * 3 * 64 * 2 + drafts * (8 + 4)
     weights = {bindings.TARGET_GRAPH: 1 << 20, bindings.DRAFT_GRAPH: 1 << 20}
-    check_memory("tensorrt", weights, TARGET, DRAFTER, device_bytes=RTX_4090.memory_bytes)
+    plan = memory_plan(weights, TARGET, DRAFTER, scratch=1 << 30)
+    check_memory("tensorrt", weights, plan, device_bytes=RTX_4090.memory_bytes)
     with pytest.raises(
         EngineBuildError,
-        match=r"need 2\.0 GiB of GPU memory \(weights .*KV caches .*has 1\.0 GiB; lower --max-requests",
+        match=r"need 3\.0 GiB of GPU memory \(weights .*KV .*scratch 1\.0 GiB.*has 1\.0 GiB; lower --max-requests",
     ):
-        check_memory("tensorrt", weights, TARGET, DRAFTER, device_bytes=1 << 30)
+        check_memory("tensorrt", weights, plan, device_bytes=1 << 30)
 
 
 def test_host_memory_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {bindings.TARGET_GRAPH: 1 << 30, bindings.DRAFT_GRAPH: 1 << 20}
     monkeypatch.setattr("dspark_trt.machine.cpu.memory_bytes", lambda: 5 << 30)
-    check_memory("tensorrt_rtx", weights, TARGET, DRAFTER, device_bytes=None)
+    check_memory("tensorrt_rtx", weights, {}, device_bytes=None)
     monkeypatch.setattr("dspark_trt.machine.cpu.memory_bytes", lambda: 4 << 30)
     with pytest.raises(EngineBuildError, match=r"compiling target\.onnx .* 4\.8 GiB of host memory .* has 4\.0 GiB"):
-        check_memory("tensorrt_rtx", weights, TARGET, DRAFTER, device_bytes=None)
+        check_memory("tensorrt_rtx", weights, {}, device_bytes=None)
 
 
 @pytest.mark.parametrize("graph", GRAPHS)
-def test_profiles_cover_every_extent_and_the_last_one_every_call(graph: str) -> None:
+def test_profiles_cover_every_extent_and_every_call(graph: str) -> None:
     profiles = graph_profiles(graph, LIMITS, GAMMA)
     inputs = graph_inputs(graph, TARGET, DRAFTER)
     letters = {size for binding in inputs for size in binding.shape if isinstance(size, str)}
-    widest = profiles[-1]
     for profile in profiles:
-        assert set(profile.extents) == letters
-        for name, extent in profile.extents.items():
-            assert 1 <= extent.smallest <= extent.usual <= extent.largest <= widest.extents[name].largest
+        assert letters <= set(profile.extents)
+        for extent in profile.extents.values():
+            assert 1 <= extent.smallest <= extent.usual <= extent.largest
         for binding in inputs:
             assert [len(shape) for shape in profile.shapes(binding)] == [len(binding.shape)] * 3
-    largest = {
-        "T": 100, "L": 100, "R": 12, "B": 12, "B_context": 12, "B_decode": 12, "B_prefill": 12,
-        "S_decode": GAMMA + 1, "S_prefill": 100, "S_context": 100,
-    }  # fmt: skip
-    for call in ({name: size for name, size in largest.items() if name in letters}, dict.fromkeys(letters, 1)):
-        assert chosen_profile([widest], call) == 0
+    largest = {"T": 100, "L": 100, "R": 12, "B": 12, "B_context": 12, "B_decode": 12, "S_decode": GAMMA + 1}
+    for rows, length in ((1, 100), (2, 50), (8, 12), (12, 8), (1, 1)):  # of prompt chunks, 100 padded tokens at most
+        call = largest | {"B_prefill": rows, "S_prefill": length, "S_context": length}
+        if graph == bindings.INGEST_GRAPH:
+            call |= {"B_context": rows}
+        chosen_profile(profiles, {name: size for name, size in call.items() if name in letters})
 
 
 def test_the_tightest_profile_serves() -> None:
@@ -139,7 +139,9 @@ def test_the_tightest_profile_serves() -> None:
     calls = {
         "decode": {"T": 12, "L": 12, "B_decode": 12, "S_decode": 1} | idle,
         "verify": {"T": 60, "L": 60, "B_decode": 12, "S_decode": GAMMA + 1} | idle,
-        "prefill": {"T": 100, "L": 5, "B_decode": 4, "S_decode": GAMMA + 1, "B_prefill": 2, "S_prefill": 70},
+        "prefill 1": {"T": 100, "L": 5, "B_decode": 4, "S_decode": GAMMA + 1, "B_prefill": 1, "S_prefill": 70},
+        "prefill 8": {"T": 100, "L": 5, "B_decode": 4, "S_decode": GAMMA + 1, "B_prefill": 2, "S_prefill": 50},
+        "prefill 12": {"T": 100, "L": 5, "B_decode": 4, "S_decode": GAMMA + 1, "B_prefill": 12, "S_prefill": 8},
     }
     for name, extents in calls.items():
         assert profiles[chosen_profile(profiles, extents)].name == name

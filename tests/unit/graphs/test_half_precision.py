@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import TensorProto
 from safetensors.numpy import load_file, save_file
@@ -18,6 +20,7 @@ from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.target import write_target_graph
 from tests.support.conversations import read_pair
 from tests.support.factories import write_drafter, write_target
+from tests.support.wide_products import assert_summed_in_float32, wide_product
 from tests.unit.graphs.test_weights import LIMITS, write
 
 HALVES: tuple[tuple[Precision, str, int], ...] = (
@@ -36,6 +39,18 @@ def write_pair(tmp_path: Path, dtype: str, precision: Precision, **options: Any)
     write_target_graph(target, graphs, taps=(0, 2), gamma=5, **common)
     write_drafter_graphs(target, drafter, graphs, **common)
     return graphs
+
+
+def test_products_of_float16_are_summed_in_float32() -> None:
+    """In ONNX Runtime; test_tensorrt_build shows that TensorRT-RTX makes one kernel of it, tests/gpu what that sums."""
+    model, x, exact = wide_product()
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (found,) = session.run(None, {"x": x})
+    assert found.dtype == np.float16
+    assert_summed_in_float32(found, exact)
+    in_float16 = np.cumsum(x[:1], axis=1, dtype=np.float16)[:, -1:]
+    with pytest.raises(AssertionError):
+        assert_summed_in_float32(in_float16, x[:1].sum(axis=1, dtype=np.float64, keepdims=True))
 
 
 @pytest.mark.parametrize(("precision", "dtype", "onnx_type"), HALVES)

@@ -106,6 +106,21 @@ def test_non_finite_logits_never_yield_a_token_outside_the_vocabulary(rank: int,
     assert (found["draft_ids"][:, 1] == 1).all()
 
 
+@pytest.mark.parametrize("top_n", [0, 40])
+@pytest.mark.parametrize("head_type", ["vanilla", "gated", "rnn"])
+def test_an_anchor_that_is_no_token_is_the_nearest_one(head_type: Any, top_n: int) -> None:
+    """It would be read outside of W1, which a GPU does not notice."""
+    form = head_form(300, 20, head_type, top_n=top_n)
+    weights, inputs = random_weights(form, HIDDEN), random_inputs(form, HIDDEN, [0.0, 0.7, 1.0, 0.0])
+    inputs["anchor_ids"] = np.array([-1, 300, 2**40, -(2**40)])
+    found = assert_kernel_equals_reference(form, weights, inputs)
+    inputs["anchor_ids"] = np.array([0, 299, 299, 0])
+    near = run_interpreted(MarkovHeadOperation(form), {**inputs, **weights})
+    assert found["draft_ids"].tolist() == near["draft_ids"].tolist()
+    inputs["anchor_ids"] = np.array([-1, 300, 2**40, -(2**40)])
+    assert run_function(form, weights, inputs).draft_ids.tolist() == near["draft_ids"].tolist()
+
+
 @pytest.mark.parametrize("head_type", ["gated", "rnn"])
 def test_non_finite_hidden_states_and_weights_never_yield_a_token_outside_the_vocabulary(head_type: Any) -> None:
     form = head_form(200, 4, head_type, gamma=4, weight_type="bfloat16")

@@ -66,12 +66,44 @@ def test_exactly_the_budget_is_admitted_so_that_the_host_knows_the_batch_tokens(
     for seed in range(12):
         inputs = random_step(form, 9, seed)
         inputs["confidence_logits"][seed % 9] = [np.nan, np.inf, -np.inf][seed % 3]
-        num_forced = int(inputs["caps"][inputs["is_forced"]].sum())
+        num_forced = int(inputs["caps"][inputs["is_forced"] > 0].sum())
         num_packed = 9 + num_forced + int(inputs["num_admitted"][0])
         inputs["token_index"] = np.arange(num_packed)
         found = run_interpreted(PrefixSelectOperation(form), inputs)
         assert found["num_tokens"].tolist() == [num_packed]
         assert_equal(found, prefix_select(form, inputs))
+
+
+@pytest.mark.parametrize("budget", [2**31, 2**31 + 3, 2**40, -1, -(2**31) - 1])
+def test_a_budget_beyond_32_bits_admits_all_that_is_offered_and_a_negative_one_nothing(budget: int) -> None:
+    form = PrefixSelectForm(GAMMA)
+    inputs = random_step(form, 5, seed=3)
+    inputs["num_admitted"][:] = budget
+    inputs["token_index"] = np.arange(5 + int(inputs["caps"].sum()))
+    expected = np.where(inputs["is_forced"] > 0, inputs["caps"], inputs["caps"] if budget > 0 else 0)
+    found = run_interpreted(PrefixSelectOperation(form), inputs)
+    assert found["verify_len"].tolist() == expected.tolist()
+    assert_equal(found, prefix_select(form, inputs))
+    assert_equal(run_body(form, inputs), found)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_padding_requests_have_no_token_and_change_nothing(seed: int) -> None:
+    form, rows = PrefixSelectForm(GAMMA), ("caps", "is_forced", "anchor_ids", "past_lengths", "block_rows")
+    inputs = random_step(form, 5, seed)
+    expected = prefix_select(form, inputs)
+    padding = {name: np.zeros_like(inputs[name][:3]) for name in (*rows, "confidence_logits", "draft_ids")}
+    padding["caps"][:] = -1
+    padding["is_forced"][:] = [0, 1, 0]
+    padding["confidence_logits"][:] = 9
+    padded = inputs | {name: np.concatenate([inputs[name], more]) for name, more in padding.items()}
+    found = run_interpreted(PrefixSelectOperation(form), padded)
+    assert_equal(found, prefix_select(form, padded))
+    assert_equal(run_body(form, padded), found)
+    for name, value in expected.items():
+        np.testing.assert_array_equal(found[name][: len(value)], value, name)
+    assert found["verify_len"][5:].tolist() == [0, 0, 0]
+    assert found["first_tokens"][5:].tolist() == expected["num_tokens"].tolist() * 3
 
 
 def test_admission_of_a_draft_does_not_change_with_later_confidences() -> None:
@@ -96,7 +128,7 @@ def test_packed_tensors_of_a_small_step() -> None:
         "confidence_logits": np.array([[2, 2], [-1, 0], [3, 3]], np.float32),
         "temperatures": np.ones(2, np.float32),
         "caps": np.array([2, 2, 1]),
-        "is_forced": np.zeros(3, bool),
+        "is_forced": np.zeros(3, np.int64),
         "anchor_ids": np.array([10, 20, 30]),
         "draft_ids": np.array([[11, 12], [21, 22], [31, 32]]),
         "past_lengths": np.array([100, 200, 300]),

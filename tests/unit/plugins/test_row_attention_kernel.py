@@ -10,8 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dspark_trt_plugins.operation import workspace_offsets
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
-from dspark_trt_plugins.row_attention.launches import SPLIT_POSITIONS, RowAttentionOperation
+from dspark_trt_plugins.row_attention.launches import (
+    MAX_SPLITS,
+    SHORTEST_SPLIT,
+    WANTED_PROGRAMS,
+    RowAttentionOperation,
+    Splits,
+)
 from dspark_trt_plugins.row_attention.reference import row_attention
 
 from tests.support.interpreted_kernels import run_interpreted
@@ -61,26 +68,28 @@ def test_queries_of_a_key_head_that_no_single_program_holds(
 
 
 @pytest.mark.parametrize("element_type", ["float32", "float16"])
-@pytest.mark.parametrize(("num_slots", "num_splits"), [(128, 1), (60, 2)])
-def test_a_prompt_chunk_of_queries_that_see_less_and_less(num_slots: int, num_splits: int, element_type: Any) -> None:
+@pytest.mark.parametrize("num_slots", [128, 60])
+def test_a_prompt_chunk_of_queries_that_see_less_and_less(num_slots: int, element_type: Any) -> None:
     """Blocks of early queries end before the row does, and may see nothing of a split."""
     form = RowAttentionForm(2, 1, 16, 700, num_slots, element_type)
-    assert RowAttentionOperation(form).num_splits == num_splits
+    assert RowAttentionOperation(form).splits(2, num_slots).count == 2
     assert_right(form, random_rows(form, causal([0, 500], num_slots)))
     assert_right(form, random_rows(form, causal([640 - num_slots], num_slots // 2)))
 
 
-EDGES = (0, 1, 31, 32, 63, 64, 65, SPLIT_POSITIONS - 1, SPLIT_POSITIONS, SPLIT_POSITIONS + 1, 2 * SPLIT_POSITIONS, 699)
+SPLIT_OF_700 = 384  # positions
+EDGES = (0, 1, 31, 32, 63, 64, 65, 255, 256, SPLIT_OF_700 - 1, SPLIT_OF_700, SPLIT_OF_700 + 1, 699)
 
 
 @pytest.mark.parametrize("element_type", ["float32", "float16"])
 def test_the_last_position_stands_at_every_edge(element_type: Any) -> None:
     form = RowAttentionForm(2, 1, 16, 700, 1, element_type)
+    assert RowAttentionOperation(form).splits(len(EDGES), 1) == Splits(2, SPLIT_OF_700)
     assert_right(form, random_rows(form, [[last] for last in EDGES]))
 
 
 @pytest.mark.parametrize("element_type", ["float32", "float16"])
-@pytest.mark.parametrize("lasts", [[0, 699], [255, 256, 257], [0, 0, 512], [699, 3, 300], [511, 512, 513]])
+@pytest.mark.parametrize("lasts", [[0, 699], [383, 384, 385], [0, 0, 512], [699, 3, 300], [511, 512, 513]])
 def test_the_slots_of_a_row_may_end_in_different_splits(lasts: list[int], element_type: Any) -> None:
     """A split that one slot sees all of and another nothing of."""
     form = RowAttentionForm(2, 1, 16, 700, 3, element_type)
@@ -89,7 +98,7 @@ def test_the_slots_of_a_row_may_end_in_different_splits(lasts: list[int], elemen
 
 def test_a_long_row_is_shared_out_among_all_splits() -> None:
     form = RowAttentionForm(2, 1, 16, 9000, 2, "float32")
-    assert RowAttentionOperation(form).num_splits == 16
+    assert RowAttentionOperation(form).splits(3, 2) == Splits(MAX_SPLITS, 384)
     assert_right(form, random_rows(form, causal([8998, 4095, 4094], 2)))
 
 
@@ -104,14 +113,79 @@ def test_a_draft_block_sees_itself_in_both_directions() -> None:
     assert_right(form, random_rows(form, block([0, 100, 250, 505], 7)))
 
 
-def test_the_bits_of_a_row_do_not_depend_on_the_other_rows() -> None:
+def test_the_bits_of_a_row_do_not_depend_on_what_the_other_rows_hold() -> None:
     form = RowAttentionForm(4, 1, 16, 2000, 4, "float16")
-    limits = causal([600, 0, 1990, 255], 4)
-    together = random_rows(form, limits)
-    found = run(form, together)
-    for row in range(len(limits)):
-        alone = run(form, {name: value[row : row + 1] for name, value in together.items()})
-        np.testing.assert_array_equal(alone[0], found[row])
+    rows, others = (random_rows(form, causal(past, 4), seed) for seed, past in ((0, [600, 0, 1990]), (1, [5, 1300, 0])))
+    found = run(form, rows)
+    for row in range(3):
+        mixed = {name: value.copy() for name, value in others.items()}
+        for name, value in mixed.items():
+            value[row] = rows[name][row]
+        np.testing.assert_array_equal(run(form, mixed)[row], found[row])
+
+
+QWEN3_8B = (32, 8, 128)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_slots", "count"),
+    [
+        (1, 8, 18),  # 8 programs: as many splits as there are 256 positions
+        (4, 8, 8),
+        (8, 8, 4),
+        (32, 8, 1),  # 256 programs fill the device
+        (1, 16, 18),  # a short chunk behind a long context
+        (1, 64, 8),
+        (1, 512, 1),  # a whole prompt chunk
+        (64, 8, 1),
+    ],
+)
+def test_splits_are_chosen_by_rows_heads_queries_and_length(num_rows: int, num_slots: int, count: int) -> None:
+    operation = RowAttentionOperation(RowAttentionForm(*QWEN3_8B, 4608, 512, "bfloat16"))
+    splits = operation.splits(num_rows, num_slots)
+    assert splits.count == count
+    launches = operation.launches({"B": num_rows, "S": num_slots})
+    assert [launch.kernel.rpartition("_")[0] for launch in launches] == ["attend_split", "combine"][: 1 + (count > 1)]
+    programs = launches[0].grid[0]
+    assert programs * count <= 2 * WANTED_PROGRAMS or count == 1
+    assert splits.positions * count >= 4608
+
+
+@pytest.mark.parametrize("capacity", [100, 4608, 16896, 131072])
+@pytest.mark.parametrize("element_type", ["float32", "bfloat16"])
+def test_what_splits_leave_fits_the_workspace_of_every_call(capacity: int, element_type: Any) -> None:
+    operation = RowAttentionOperation(RowAttentionForm(*QWEN3_8B, capacity, 512, element_type))
+    places = {tensor.name: tensor.shape for tensor in operation.workspace}
+    _, num_bytes = workspace_offsets(operation.workspace, {})
+    for num_rows in (1, 2, 3, 5, 8, 16, 31, 32, 64, 100, 256):
+        for num_slots in (1, 2, 8, 16, 31, 64, 100, 512):
+            count = operation.splits(num_rows, num_slots).count
+            if count > 1:
+                assert num_rows * 32 * num_slots * count <= int(places["maxima"][0])
+    assert num_bytes < (300 << 20)
+    assert (num_bytes == 0) == (capacity < 2 * SHORTEST_SPLIT)
+
+
+def test_a_row_that_one_split_holds_leaves_no_parts_and_a_longer_one_does() -> None:
+    """What is not written is not read either: the workspace holds NaN."""
+    form = RowAttentionForm(2, 1, 16, 700, 2, "float32")
+    operation = RowAttentionOperation(form)
+    assert operation.splits(2, 2) == Splits(2, SPLIT_OF_700)
+    short = random_rows(form, causal([SPLIT_OF_700 - 2, 3], 2))
+    assert_right(form, short)
+    assert parts_left(operation, short) == 0
+    assert parts_left(operation, random_rows(form, causal([SPLIT_OF_700 - 1, 3], 2))) == 2 * 2 * 2
+
+
+def parts_left(operation: RowAttentionOperation, inputs: Arrays) -> int:
+    """Parts that a call left: sums that were written."""
+    sums = run_interpreted(operation, inputs, with_workspace=True)["sums"]
+    return int(np.isfinite(sums).sum())
+
+
+def test_a_long_row_among_many_is_split_so_that_it_does_not_keep_them_waiting() -> None:
+    operation = RowAttentionOperation(RowAttentionForm(*QWEN3_8B, 16896, 8, "bfloat16"))
+    assert operation.splits(32, 8) == Splits(4, 4224)
 
 
 @pytest.mark.parametrize("element_type", ["float32", "float16"])

@@ -154,7 +154,14 @@ def test_an_engine_gives_the_plugin_back_as_it_was(trt: Any, model: onnx.ModelPr
     made = creator.create_plugin("built", trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
     read = creator.create_plugin("read", made.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME)
     assert read.operation == operation
-    assert read.bundle.to_bytes() == registered.to_bytes()
+    assert read.kernels.bundle.to_bytes() == registered.to_bytes()
+    others = [
+        creator.create_plugin("of another layer", made.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME),
+        read.clone(),
+        read.clone().clone(),
+    ]
+    assert {id(each.kernels) for each in others} == {id(read.kernels)}, "unpacked once, packed once, loaded once"
+    assert others[0].get_fields_to_serialize() is not None
 
 
 def _field(trt: Any, name: str, value: int | str) -> Any:

@@ -145,7 +145,7 @@ def test_an_engine_gives_a_plugin_back_as_it_was(trt: Any, registered: None, tmp
         built = creator.create_plugin("built", trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
         read = creator.create_plugin("read", built.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME)
         assert read.operation == operation
-        assert read.bundle.to_bytes() == bundles[operation.name].to_bytes()
+        assert read.kernels.bundle.to_bytes() == bundles[operation.name].to_bytes()
 
 
 def test_missing_and_old_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

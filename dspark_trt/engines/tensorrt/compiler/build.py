@@ -16,10 +16,11 @@ from onnx.inliner import inline_local_functions
 from dspark_trt.contract import bindings
 from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, compile_kernels, metadata_of, open_graphs
-from dspark_trt.engines.tensorrt.compiler.memory import check_memory, weight_bytes
-from dspark_trt.engines.tensorrt.compiler.network import check_layers, count_layers, parse_graph
+from dspark_trt.engines.tensorrt.compiler.memory import check_memory, listed, memory_plan, weight_bytes
+from dspark_trt.engines.tensorrt.compiler.network import check_layers, check_warnings, count_layers, parse_graph
 from dspark_trt.engines.tensorrt.compiler.profiles import Profile, graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor
+from dspark_trt.engines.tensorrt.compiler.scratch import check_elements, scratch_bytes
 from dspark_trt.engines.tensorrt.compiler.targets import compile_targets
 from dspark_trt.engines.tensorrt.library import LIBRARIES, BuildLog, Library, check_library, import_library
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
@@ -64,8 +65,9 @@ def compile_graphs(
     compiler = GraphCompiler(settings, folder)
     opened = open_graphs(graphs)
     weights = {graph: weight_bytes(model) for graph, model in opened.models.items()}
-    device_bytes = compiler.targets.device_bytes
-    check_memory(settings.library, weights, opened.target, opened.drafter, device_bytes=device_bytes)
+    plan = memory_plan(weights, opened.target, opened.drafter, _check_and_plan_scratch(opened))
+    logger.info("memory of a GPU, estimated: %s", listed(plan))
+    check_memory(settings.library, weights, plan, device_bytes=compiler.targets.device_bytes)
     costs = {graph: size + _SMALL_GRAPH_BYTES for graph, size in weights.items()}
     done, total = 0, sum(costs.values())
     with compiler.plugins(opened.models.values()):
@@ -78,6 +80,18 @@ def compile_graphs(
             compiler.compile(opened, graph, tell)
             done += cost
             tell(0.0, done)
+
+
+def _check_and_plan_scratch(opened: OpenedGraphs) -> int:
+    """Bytes of the largest profile of any graph. Raises EngineBuildError where TensorRT could not count a tensor."""
+    sizes = []
+    for graph, model in opened.models.items():
+        dims = opened.target if graph == bindings.TARGET_GRAPH else opened.drafter
+        inputs = graph_inputs(graph, opened.target, opened.drafter)
+        for profile in graph_profiles(graph, opened.target.limits, opened.drafter.gamma):
+            check_elements(graph, inputs, model, dims, profile)
+            sizes.append(scratch_bytes(model, dims, profile))
+    return max(sizes)
 
 
 class GraphCompiler:
@@ -120,7 +134,7 @@ class GraphCompiler:
         logger.info("%s: compiling for SM %s", graph, " ".join(map(str, self.targets.sms)))
         if not settings.use_plugins:  # the parser would name the nodes alike wherever a body stands
             model = inline_local_functions(model)
-        network = parse_graph(trt, self._builder, model, opened.folder / graph, self.log)
+        network, warnings = parse_graph(trt, self._builder, model, opened.folder / graph, self.log)
         check_layers(network, model, graph, use_plugins=settings.use_plugins)
         profiles = graph_profiles(graph, opened.target.limits, opened.drafter.gamma)
         config = self.configuration(profiles, graph_inputs(graph, opened.target, opened.drafter))
@@ -136,11 +150,7 @@ class GraphCompiler:
                 "was short lower --max-requests or --max-seq-len, else report this, with the version of "
                 f"{settings.library}"
             )
-        if dropped := [problem for problem in problems if "Unused Input" in problem]:
-            raise EngineBuildError(
-                f"{graph}: {settings.library} {trt.__version__} would not compute what the graph says: "
-                f"{'; '.join(dropped)}; report this, with the version of {settings.library}"
-            )
+        check_warnings(trt, graph, problems)
         with memoryview(engine) as data:
             engine_path(self._folder, graph).write_bytes(data)
         facts = EngineFacts(
@@ -151,7 +161,7 @@ class GraphCompiler:
             profiles=profiles,
             metadata=metadata_of(model),
             layers=count_layers(network),
-            warnings=problems,
+            warnings=warnings + problems,
             weight_bytes=weight_bytes(model),
             engine_bytes=engine.nbytes,
             build_s=round(time.perf_counter() - start, 3),

@@ -28,7 +28,7 @@ class EngineFacts(BaseModel):
     profiles: tuple[Profile, ...]  # in the engine's order
     metadata: dict[str, str]  # of the graph: dims
     layers: dict[str, int]  # number of network layers by type
-    warnings: tuple[str, ...]  # of the compiler
+    warnings: tuple[str, ...]  # of parser and compiler
     weight_bytes: int
     engine_bytes: int
     build_s: float

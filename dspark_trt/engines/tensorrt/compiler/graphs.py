@@ -15,7 +15,10 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims_from_metadata, target_dims_from_metadata
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
+from dspark_trt.log import get_logger
 from dspark_trt.machine.packages import TRITON_FIX
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,10 @@ def metadata_of(model: onnx.ModelProto) -> dict[str, str]:
 
 
 def compile_kernels(models: Iterable[onnx.ModelProto], sms: Sequence[int]) -> list[KernelBundle]:
-    """Machine code of the plugins' kernels, for every form in the graphs.
+    """Machine code of the plugins' kernels, for every form in the graphs; a warning where a kernel spills.
 
-    Raises EnvironmentMissingError when Triton is missing, EngineBuildError when it cannot compile them.
+    Raises EnvironmentMissingError when Triton is missing, EngineBuildError when it cannot compile them or one takes
+    more shared memory than a block may have.
     """
     bundles: list[KernelBundle] = []
     for model in models:
@@ -71,13 +75,17 @@ def compile_kernels(models: Iterable[onnx.ModelProto], sms: Sequence[int]) -> li
 def compile_operations(operations: Iterable[Operation], sms: Sequence[int]) -> list[KernelBundle]:
     """Raises what `compile_kernels` raises."""
     try:
-        from dspark_trt_plugins.compile import compile_operation
+        from dspark_trt_plugins.compile import check_resources, compile_operation
     except ImportError as error:
         raise EnvironmentMissingError(
             f"the kernels of the plugins are compiled by the package triton, which cannot be imported ({error}); "
             f"install it: {TRITON_FIX}"
         ) from None
     try:
-        return [compile_operation(operation, sms) for operation in operations]
+        bundles = [compile_operation(operation, sms) for operation in operations]
+        for bundle in bundles:
+            for spill in check_resources(bundle):
+                logger.warning("%s %s: %s, and is slower for it", bundle.operation, dict(bundle.attributes), spill)
     except (ValueError, RuntimeError) as error:
         raise EngineBuildError(f"the kernels of the plugins cannot be compiled: {error}") from error
+    return bundles

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import onnx
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import CacheDims, DrafterDims, TargetDims
+from dspark_trt.engines.tensorrt.compiler.scratch import ELEMENT_BYTES
 from dspark_trt.engines.tensorrt.library import LIBRARIES, Library
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.machine import cpu
@@ -19,7 +20,6 @@ HOST_BYTES_PER_WEIGHT_BYTE = 4
 HOST_RESERVE_BYTES = 3 << 28
 # CUDA context, modules and the compiler's workspace on the device; a guess on the safe side
 DEVICE_RESERVE_BYTES = 2 << 30
-_ELEMENT_BYTES = {"bool": 1, "int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def weight_bytes(model: onnx.ModelProto) -> int:
@@ -32,7 +32,7 @@ def weight_bytes(model: onnx.ModelProto) -> int:
 
 def cache_bytes(cache: CacheDims, element_type: bindings.ElementType) -> int:
     """Bytes of the KV memory of one model."""
-    return cache.num_elements * _ELEMENT_BYTES[element_type]
+    return cache.num_elements * ELEMENT_BYTES[element_type]
 
 
 def output_bytes(target: TargetDims, drafter: DrafterDims) -> int:
@@ -40,17 +40,27 @@ def output_bytes(target: TargetDims, drafter: DrafterDims) -> int:
     sizes = {"L": target.limits.max_batch_tokens, "T": target.limits.max_batch_tokens, "R": drafter.limits.max_requests}
     return sum(
         math.prod(sizes[size] if isinstance(size, str) else size for size in output.shape)
-        * _ELEMENT_BYTES[output.element_type]
+        * ELEMENT_BYTES[output.element_type]
         for output in (*bindings.target_outputs(target), *bindings.draft_outputs(drafter))
         if "_cache." not in output.name
     )
 
 
+def memory_plan(weights: Mapping[str, int], target: TargetDims, drafter: DrafterDims, scratch: int) -> dict[str, int]:
+    """Bytes that the engines take of a GPU, by what for."""
+    return {
+        "weights": sum(weights.values()),
+        "KV caches": cache_bytes(target.cache, target.element_type) + cache_bytes(drafter.cache, drafter.element_type),
+        "outputs": output_bytes(target, drafter),
+        "scratch": scratch,
+        "CUDA": DEVICE_RESERVE_BYTES,
+    }
+
+
 def check_memory(
     library: Library,
     weights: Mapping[str, int],
-    target: TargetDims,
-    drafter: DrafterDims,
+    plan: Mapping[str, int],
     *,
     device_bytes: int | None,
 ) -> None:
@@ -58,6 +68,7 @@ def check_memory(
 
     Args:
         weights: bytes of the weights of each graph.
+        plan: as `memory_plan` gives it.
         device_bytes: memory of the GPU that the engines are for; None where it is not here.
 
     Raises EngineBuildError with the estimate, what there is, and what to do.
@@ -75,22 +86,17 @@ def check_memory(
     if device_bytes is None:
         assert LIBRARIES[library].takes_sms, "only such a package compiles for a GPU that is not here"
         return
-    parts = {
-        "weights": sum(weights.values()),
-        "KV caches": cache_bytes(target.cache, target.element_type) + cache_bytes(drafter.cache, drafter.element_type),
-        "outputs": output_bytes(target, drafter),
-        "CUDA and scratch": DEVICE_RESERVE_BYTES,
-    }
-    if (needed := sum(parts.values())) > device_bytes:
+    if (needed := sum(plan.values())) > device_bytes:
         raise EngineBuildError(
-            f"the engines are estimated to need {_gib(needed)} of GPU memory ({_listed(parts.items())}), and this GPU "
+            f"the engines are estimated to need {_gib(needed)} of GPU memory ({listed(plan)}), and this GPU "
             f"has {_gib(device_bytes)}; lower --max-requests or --max-seq-len (KV caches), take a smaller target or a "
             "larger GPU"
         )
 
 
-def _listed(parts: Iterable[tuple[str, int]]) -> str:
-    return ", ".join(f"{name} {_gib(size)}" for name, size in parts)
+def listed(plan: Mapping[str, int]) -> str:
+    """The plan in words."""
+    return ", ".join(f"{name} {_gib(size)}" for name, size in plan.items())
 
 
 def _gib(size: int) -> str:

@@ -2,13 +2,15 @@
 what the parser would do otherwise than the graph says is an error.
 
 TensorRT's parser drops what it does not know with a warning at most, an attention input that it has no use for, for
-example, and the engine then computes something else. So an unexpected warning ends the build, and what is dropped is
-looked for besides.
+example, and the engine then computes something else. So a warning that says so ends the build, and what is dropped is
+looked for besides. Other warnings are logged and kept with the engine's facts.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,29 @@ from dspark_trt.errors import EngineBuildError
 
 _PLUGIN_LAYER = "PLUGIN_V3"
 _CACHE_LAYER = "KV_CACHE_UPDATE"
+# Said where something else is computed than the graph says (TensorRT 11, TensorRT-RTX 1.7, the parser's source).
+# A compiler also speaks of tactics that it ignores or that are not supported, which is no departure.
+_DEPARTURES_OF_A_COMPILER = re.compile(r"unused input|clamp", re.IGNORECASE)
+_DEPARTURES_OF_A_PARSER = re.compile(
+    r"unused input"
+    r"|ignor(?:ed|es|ing)"
+    r"|clamp"
+    r"|out(?:side)? (?:of )?(?:the )?range"
+    r"|truncat"
+    r"|(?:not|n't|un)[ -]?support"
+    r"|overrid"
+    r"|losing precision|loss of precision|lossy",
+    re.IGNORECASE,
+)
 
 
-def parse_graph(trt: Any, builder: Any, model: onnx.ModelProto, path: Path, log: BuildLog) -> Any:
-    """The network of a graph; weights are read from the files beside `path`, which is where the graph stands.
+def parse_graph(
+    trt: Any, builder: Any, model: onnx.ModelProto, path: Path, log: BuildLog
+) -> tuple[Any, tuple[str, ...]]:
+    """The network of a graph, and what the parser warned of, which changes nothing that is computed.
 
-    Raises EngineBuildError, naming the graph and quoting the parser, on any error or unexpected warning.
+    Weights are read from the files beside `path`, which is where the graph stands. Raises EngineBuildError, naming the
+    graph and quoting the parser, on any error and on a warning that something else is computed.
     """
     flags = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # gone where networks are always so
     network = builder.create_network(0 if flags is None else 1 << int(flags))
@@ -40,12 +59,21 @@ def parse_graph(trt: Any, builder: Any, model: onnx.ModelProto, path: Path, log:
             f"{'; '.join(errors or log.take()) or 'it gives no reason'}; report this, with the version of "
             f"{trt.__name__}"
         )
-    if problems := log.take():
+    warnings = log.take()
+    check_warnings(trt, path.name, warnings, _DEPARTURES_OF_A_PARSER)
+    return network, warnings
+
+
+def check_warnings(
+    trt: Any, graph: str, warnings: Iterable[str], departures_known: re.Pattern[str] = _DEPARTURES_OF_A_COMPILER
+) -> None:
+    """Raises EngineBuildError where a warning, by default of the compiler, says that something else is computed than
+    the graph says."""
+    if departures := [warning for warning in warnings if departures_known.search(warning)]:
         raise EngineBuildError(
-            f"{path.name}: {trt.__name__} {trt.__version__} would not compute what the graph says: expected no "
-            f"warning of the parser, found: {'; '.join(problems)}; report this, with the version of {trt.__name__}"
+            f"{graph}: {trt.__name__} {trt.__version__} would not compute what the graph says: "
+            f"{'; '.join(departures)}; report this, with the version of {trt.__name__}"
         )
-    return network
 
 
 def count_layers(network: Any) -> dict[str, int]:

@@ -1,7 +1,9 @@
 """Optimisation profiles: the extents that each graph is compiled for, and which profile serves a call.
 
 A compiler tunes for the usual extents of a profile and takes memory for the largest. The more a profile fixes, the
-better its kernels fit; so the tight profiles come first and the widest one, which serves every call, last.
+better its kernels fit; so the tight profiles come first. Prompt chunks of B rows and S padded tokens each have B * S
+within max_batch_tokens (device/buckets): a few profiles cover that, where one of the most rows and of the longest chunk
+would take memory for many times as much.
 
 Shape letters as in `bindings`: `T` packed tokens, `L` logit rows, `R` requests, `G` gamma; `B` KV rows and `S` padded
 query length of a row group.
@@ -22,6 +24,7 @@ from dspark_trt.errors import EngineBuildError
 GRAPHS = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
 Shape = tuple[int, ...]
 ShapeRange = tuple[Shape, Shape]  # smallest and largest
+PREFILL_STEP = 8  # how many times more rows the next profile of prompt chunks has
 _USUAL_REQUESTS = 8  # where latency counts most; a larger batch costs little more while weights are what is read
 
 
@@ -66,7 +69,7 @@ def graph_inputs(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[
 
 
 def graph_profiles(graph: str, limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
-    """The profiles of one of GRAPHS, the tightest first.
+    """The profiles of one of GRAPHS, the tightest first, those of prompt chunks last and by rising rows.
 
     The runtime pads within the limits (device/buckets): tokens never exceed max_batch_tokens, nor requests and rows
     max_requests.
@@ -80,7 +83,7 @@ def graph_profiles(graph: str, limits: EngineLimits, gamma: int) -> tuple[Profil
 
 
 def choose_profile(profiles: Sequence[Mapping[str, ShapeRange]], shapes: Mapping[str, Shape], *, where: str) -> int:
-    """Index of the first profile that serves a call; they stand from the tightest to the widest.
+    """Index of the first profile that serves a call.
 
     Args:
         profiles: ranges of every input's shape.
@@ -91,16 +94,33 @@ def choose_profile(profiles: Sequence[Mapping[str, ShapeRange]], shapes: Mapping
     for index, profile in enumerate(profiles):
         if all(_is_within(shape, profile[name]) for name, shape in shapes.items()):
             return index
-    widest = profiles[-1]
-    misfits = [
-        f"{name} {shape} (expected {widest[name][0]} to {widest[name][1]})"
-        for name, shape in shapes.items()
-        if not _is_within(shape, widest[name])
-    ]
+    misfits = min((_misfits(profile, shapes) for profile in reversed(profiles)), key=len)
     raise EngineBuildError(
         f"{where}: a call fits no profile of the engine, found {', '.join(misfits)}; build with larger "
         "--max-requests or --max-batch-tokens"
     )
+
+
+def _misfits(profile: Mapping[str, ShapeRange], shapes: Mapping[str, Shape]) -> list[str]:
+    return [
+        f"{name} {shape} (expected {profile[name][0]} to {profile[name][1]})"
+        for name, shape in shapes.items()
+        if not _is_within(shape, profile[name])
+    ]
+
+
+def prefill_corners(limits: EngineLimits) -> tuple[tuple[int, int], ...]:
+    """The most rows and the longest chunk (B, S) of each profile of prompt chunks.
+
+    Every call of B * S <= max_batch_tokens is within one of them, and none of them is more than PREFILL_STEP times
+    max_batch_tokens.
+    """
+    corners, fewest, most = [], 1, 1
+    while fewest <= limits.max_requests:
+        most = min(most, limits.max_requests)
+        corners.append((most, max(limits.max_batch_tokens // fewest, 1)))
+        fewest, most = most + 1, most * PREFILL_STEP
+    return tuple(corners)
 
 
 def _is_within(shape: Shape, allowed: ShapeRange) -> bool:
@@ -111,7 +131,7 @@ def _is_within(shape: Shape, allowed: ShapeRange) -> bool:
 
 
 def _target(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
-    tokens, rows, chunks = _tokens(limits, gamma), _rows(limits), _chunk(limits)
+    tokens, rows = _tokens(limits, gamma), _rows(limits)
     decode, verify = _exactly(1), _exactly(gamma + 1)
     plain = _up_to(min(next_power_of_2(limits.max_requests), tokens.largest), _USUAL_REQUESTS)
     drafted = ExtentRange(1, tokens.usual, min(next_power_of_2(limits.max_requests * (gamma + 1)), tokens.largest))
@@ -124,11 +144,13 @@ def _target(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
         return Profile(name, extents | {f"B_{bindings.PREFILL}": prefill[0], f"S_{bindings.PREFILL}": prefill[1]})
 
     idle = (_exactly(1), _exactly(1))
-    some = ExtentRange(1, 1, limits.max_requests)
     return (
         profile("decode", plain, decode, idle),
         profile("verify", drafted, verify, idle),
-        profile("prefill", _chunk(limits), ExtentRange(1, gamma + 1, gamma + 1), (some, chunks)),
+        *(
+            profile(f"prefill {most}", _chunk(limits), ExtentRange(1, gamma + 1, gamma + 1), chunk)
+            for most, chunk in _prefill(limits)
+        ),
     )
 
 
@@ -142,13 +164,14 @@ def _ingest(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
         group[1]: ExtentRange(1, gamma + 1, gamma + 1),
         "R": _rows(limits),  # of families that keep a state of each row
     }
-    chunk = {
-        "T": _chunk(limits),
-        group[0]: ExtentRange(1, 1, limits.max_requests),
-        group[1]: _chunk(limits),
-        "R": ExtentRange(1, 1, limits.max_requests),
-    }
-    return (Profile("verify", committed), Profile("prefill", chunk))
+    requests = ExtentRange(1, 1, limits.max_requests)
+    return (
+        Profile("verify", committed),
+        *(
+            Profile(f"prefill {most}", {"T": _chunk(limits), group[0]: rows, group[1]: length, "R": requests})
+            for most, (rows, length) in _prefill(limits)
+        ),
+    )
 
 
 def _draft(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
@@ -177,6 +200,13 @@ def _tokens(limits: EngineLimits, gamma: int) -> ExtentRange:
     return _up_to(limits.max_batch_tokens, min(_USUAL_REQUESTS, limits.max_requests) * (gamma + 1))
 
 
+def _prefill(limits: EngineLimits) -> list[tuple[int, tuple[ExtentRange, ExtentRange]]]:
+    """Of each profile of prompt chunks: the most rows; B and S."""
+    return [
+        (rows, (ExtentRange(1, rows, rows), ExtentRange(1, length, length))) for rows, length in prefill_corners(limits)
+    ]
+
+
 def _chunk(limits: EngineLimits) -> ExtentRange:
-    """Packed tokens of a step with a prefill chunk, and the chunk's padded length."""
+    """Packed tokens of a step with a prefill chunk."""
     return _up_to(limits.max_batch_tokens, limits.max_batch_tokens)

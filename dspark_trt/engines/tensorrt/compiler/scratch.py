@@ -1,0 +1,90 @@
+"""What an engine computes in besides weights, caches and outputs: estimated from a graph and its profiles.
+
+All contexts of all engines share one piece of memory (tensorrt/runtime), so the largest profile counts. Estimates are
+held against what TensorRT-RTX says of real builds in tests/engine/test_tensorrt_rtx_memory.py: they are not below it.
+
+Shape letters as in `bindings`, besides: `D` hidden, `F` widest output of a Linear layer, `N` query heads, `H` head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import onnx
+from dspark_trt_plugins.operation import workspace_offsets
+from dspark_trt_plugins.registry import operations_in
+from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
+
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.engines.tensorrt.compiler.profiles import Profile
+from dspark_trt.errors import EngineBuildError
+
+ELEMENT_BYTES: dict[bindings.ElementType, int] = {"int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+MOST_ELEMENTS = 2**31 - 1  # of one tensor, whose elements TensorRT counts with 32 bits
+_PRODUCTS_BYTES = 32 << 20  # of the compiler's own matrix products: 8 to 16 MB were seen for each graph
+_WIDE_TENSORS = 3  # [T, F] that live at once: gate, up and their product
+_HIDDEN_TENSORS = 4  # [T, D]
+
+
+def scratch_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, profile: Profile) -> int:
+    """Scratch memory of one profile of a graph with plugins."""
+    size, extents = ELEMENT_BYTES[dims.element_type], {name: each.largest for name, each in profile.extents.items()}
+    blocks = extents.get("R", 0) * (dims.block_length if isinstance(dims, DrafterDims) else 0)
+    num_tokens = extents.get("T", blocks)
+    widths = _widths(model)
+    normed = num_tokens * dims.hidden_size * ELEMENT_BYTES["float32"]
+    wide = _WIDE_TENSORS * max((width for width in widths if width != dims.vocab_size), default=0)
+    rows = num_tokens * (wide + _HIDDEN_TENSORS * dims.hidden_size) * size + normed
+    logits = extents.get("L", blocks) * dims.vocab_size * size if dims.vocab_size in widths else 0
+    padded = sum(prod(shape) for shape in _padded(model, dims, extents)) * size
+    workspace = max((_workspace(operation, extents) for operation in operations_in(model)), default=0)
+    return rows + logits + padded + workspace + _PRODUCTS_BYTES
+
+
+def check_elements(
+    graph: str,
+    inputs: Sequence[bindings.Binding],
+    model: onnx.ModelProto,
+    dims: TargetDims | DrafterDims,
+    profile: Profile,
+) -> None:
+    """Raises EngineBuildError where a tensor of a profile has more elements than TensorRT counts."""
+    extents = {name: each.largest for name, each in profile.extents.items()}
+    shapes = {each.name: profile.shapes(each)[2] for each in inputs}
+    shapes["logits"] = (extents.get("L", extents.get("R", 0)), dims.vocab_size)
+    shapes |= {f"padded queries {index}": shape for index, shape in enumerate(_padded(model, dims, extents))}
+    for name, shape in shapes.items():
+        if prod(shape) > MOST_ELEMENTS:
+            raise EngineBuildError(
+                f"{graph}, profile {profile.name}: {name}: expected {MOST_ELEMENTS} elements or fewer, which is what "
+                f"TensorRT counts, found {prod(shape)} in {list(shape)}; lower --max-batch-tokens, --max-requests or "
+                "--max-seq-len"
+            )
+
+
+def _widths(model: onnx.ModelProto) -> set[int]:
+    """Outputs of the Linear layers."""
+    cast = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Cast"}
+    weights = {node.input[1] for node in model.graph.node if node.op_type == "Gemm"}
+    weights = {cast.get(name, name) for name in weights}
+    return {tensor.dims[0] for tensor in model.graph.initializer if tensor.name in weights and len(tensor.dims) == 2}
+
+
+def _padded(
+    model: onnx.ModelProto, dims: TargetDims | DrafterDims, extents: dict[str, int]
+) -> Iterator[tuple[int, ...]]:
+    """Queries and their answers, and new keys and values, of every row group: [B, heads, S, H]."""
+    groups = [name.removeprefix("B_") for name in extents if name.startswith("B_")]
+    heads = [each.form.num_heads for each in operations_in(model) if isinstance(each, RowAttentionOperation)]
+    slots = dims.block_length if isinstance(dims, DrafterDims) else 1
+    for group in groups:
+        rows, length = extents[f"B_{group}"], extents.get(f"S_{group}", slots)
+        for count in (*[max(heads)] * 2, *[dims.cache.num_kv_heads] * 2) if heads else [dims.cache.num_kv_heads] * 2:
+            yield rows, count, length, dims.cache.head_dim
+
+
+def _workspace(operation: object, extents: dict[str, int]) -> int:
+    sizes = {"S": 0, "B": 0} | extents
+    return workspace_offsets(operation.workspace, sizes)[1]  # type: ignore[attr-defined]
