@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from dspark_trt.runtime.corrections import RealisedGain
 from dspark_trt.runtime.draft_choice import Decoding, DraftChoice
 from dspark_trt.runtime.prices import StepPrices
-from dspark_trt.runtime.survival_history import NUM_QUANTILES, Floats, SurvivalHistory
+from dspark_trt.runtime.survival_history import NUM_QUANTILES, Floats, Ints, SurvivalHistory
 
 MIN_GAIN = 0.03  # expected throughput must rise by so much before drafting begins
 KEPT_GAIN = 0.01  # and by so much for it to go on
@@ -35,6 +35,8 @@ LEAST_LOSS_SHARE = 0.1  # of what a look costs counts as lost, however good it p
 NUM_EXPLORED_SLOTS = 2
 MAX_STEPS_BETWEEN_CHOICES = 4  # the same requests need no new choice for so many steps
 MAX_IDLE_STEPS = 16  # nor where nobody drafts: there is little news then
+POSITIONS_OF_A_STEP = 2  # that enter a context in each step of a request that drafts, about
+STEPS_SERVED = 32  # by bringing a context up that has waited
 _NO_LOOKUPS = np.empty((0, 0))
 
 
@@ -145,7 +147,7 @@ class DraftPolicy:
             if len(lookup_survival):
                 looked_up = np.repeat(np.delete(lookup_survival, chosen, axis=0), NUM_QUANTILES)
                 looked_up = looked_up[looked_up > 0]
-            pending = int(step.num_pending[chosen].sum())
+            pending = _priced_pending(step.num_pending[chosen])
             host = self._prices.drafting_host(count)
             before = of_count = 0.0
             for num_slots in self._slot_counts:
@@ -210,6 +212,16 @@ class DraftPolicy:
         is_drafting, is_explored = choice.is_drafting.copy(), choice.is_explored.copy()
         is_drafting[explored] = is_explored[explored] = True
         return DraftChoice(num_slots, is_drafting, is_explored, choice.is_looking_up)
+
+
+def _priced_pending(num_pending: Ints) -> int:
+    """Positions that a step which drafts is charged for, of those that its requests' contexts lack.
+
+    What has waited while nobody drafted is brought up once and serves all steps from there on: charged to one of them,
+    it would keep a request that once did not draft from ever drafting.
+    """
+    of_a_step = np.minimum(num_pending, POSITIONS_OF_A_STEP)
+    return int(of_a_step.sum() + (num_pending - of_a_step).sum() // STEPS_SERVED)
 
 
 def _halved(count: int) -> list[int]:

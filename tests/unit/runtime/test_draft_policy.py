@@ -185,3 +185,17 @@ def test_blocks_of_a_row_that_another_request_moved_to_are_forgotten() -> None:
     history.record_nothing()
     history.record_nothing()
     np.testing.assert_array_equal(history.expected(np.array([0]), np.array([6])), before)
+
+
+def test_a_context_that_has_waited_long_does_not_keep_a_request_from_drafting() -> None:
+    """Bringing it up costs more than one step gains, and serves many."""
+    steps = replace(table(draft_share=0.2), ingest_tokens=(1, 256), ingest_ms=(0.1, 25.6))
+    batch = Batch([GOOD] * 8, steps)
+    decoding = Decoding(
+        rows=batch.rows,
+        generations=batch.rows,
+        caps=np.full(8, GAMMA),
+        num_pending=np.full(8, 100),
+        context_tokens=100.0,
+    )
+    assert batch.policy.choose(decoding).is_drafting.all()
