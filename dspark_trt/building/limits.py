@@ -47,8 +47,8 @@ def check_family(recipe: BuildRecipe, drafter: DrafterSpec) -> None:
         )
     if recipe.backend != "onnxruntime" and drafter.kind not in _ON_DEVICES:
         raise RecipeError(
-            f"backend: an {name} is not compiled by {recipe.backend} yet; give --backend onnxruntime, or use a DSpark "
-            "or DFlash drafter"
+            f"backend: {recipe.backend} does not compile drafters of this family ({name}) yet; give --backend "
+            "onnxruntime, or use a DSpark or DFlash drafter"
         )
 
 

@@ -37,7 +37,9 @@ def fit(recording: Recording) -> Calibration:
     greedy, sampled = (_fit_lines(part if len(part) >= MIN_BLOCKS else recording) for part in parts)
     observed = np.cumprod(recording.acceptance, axis=1).mean(axis=0)
     fitted = Calibration(greedy, sampled, survival=tuple(observed.tolist()))
-    predicted = np.cumprod(fitted.confidence(recording.confidence_logits, recording.is_greedy), axis=1, dtype=np.float64)
+    predicted = np.cumprod(
+        fitted.confidence(recording.confidence_logits, recording.is_greedy), axis=1, dtype=np.float64
+    )
     return replace(fitted, blocks=tuple(tuple(block) for block in typical_blocks(predicted).tolist()))
 
 

@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec, DrafterSpec, Eagle3Spec, TargetSpec, WeightStore
+from dspark_trt.checkpoints.spec import (
+    BlockDrafterSpec,
+    DecoderSpec,
+    DrafterSpec,
+    Eagle3Spec,
+    LanguageModelSpec,
+    TargetSpec,
+    WeightStore,
+)
 from dspark_trt.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
@@ -48,6 +56,8 @@ def drafter_shapes(spec: DrafterSpec) -> Shapes:
             return shapes | _block_shapes(spec)
         case Eagle3Spec():
             return shapes | _eagle3_shapes(spec)
+        case LanguageModelSpec():
+            return shapes | {EMBEDDING: (spec.num_draft_ids, spec.decoder.hidden_size)}
 
 
 def _block_shapes(spec: BlockDrafterSpec) -> Shapes:

@@ -6,7 +6,14 @@ it is read; what is left is that this configuration is the target's.
 
 from __future__ import annotations
 
-from dspark_trt.checkpoints.spec import BlockDrafterSpec, DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.spec import (
+    BlockDrafterSpec,
+    DrafterCheckpoint,
+    DrafterSpec,
+    LanguageModelSpec,
+    TargetCheckpoint,
+    TargetSpec,
+)
 from dspark_trt.errors import PairingError
 
 _NEXT = "use the target that the drafter was trained for"
@@ -22,7 +29,8 @@ def check_specs(target: TargetSpec, drafter: DrafterSpec) -> None:
     decoder, own = target.decoder, drafter.decoder
     num_layers, taps = decoder.num_layers, drafter.target_layer_ids
     _check_equal("vocab_size", decoder.vocab_size, own.vocab_size)
-    _check_equal("hidden_size", decoder.hidden_size, own.hidden_size)
+    if not isinstance(drafter, LanguageModelSpec):  # which reads nothing of the target but tokens
+        _check_equal("hidden_size", decoder.hidden_size, own.hidden_size)
     if drafter.num_target_layers is not None:
         _check_equal("num_target_layers", num_layers, drafter.num_target_layers)
     for tap in taps:

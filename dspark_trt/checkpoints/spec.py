@@ -10,7 +10,8 @@ Canonical tensor names (no `model.` prefix, Hugging Face layout: Linear weights 
     drafter  the same for its layers, plus fc.weight, hidden_norm.weight, markov_head.markov_w1.weight [V, r],
              markov_head.markov_w2.weight [V, r], markov_head.gate_proj.{weight,bias} (gated),
              markov_head.joint_proj.{weight,bias} (rnn), confidence_head.proj.{weight,bias};
-             embed_tokens.weight and lm_head.weight only where they are the drafter's own
+             embed_tokens.weight and lm_head.weight only where they are the drafter's own; of a language model the
+             names of a target
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class DrafterBase:
     Whoever does not make a family's graphs reads nothing else (see docs/architecture.md).
     """
 
-    decoder: DecoderSpec  # its own layers; same hidden size and vocabulary as the target's
+    decoder: DecoderSpec  # its own layers; same vocabulary as the target's, and hidden size where it reads taps
     gamma: int
     target_layer_ids: tuple[int, ...]  # strictly increasing; i = output of decoder layer i, -1 = embedding output
     has_own_embedding: bool  # in the file and different from the target's
@@ -208,8 +209,30 @@ class Eagle3Spec(DrafterBase):
         return True
 
 
-DrafterSpec = BlockDrafterSpec | Eagle3Spec  # told apart by `kind`
-FAMILY_NAMES: dict[str, str] = {"block": "block drafter", "eagle3": "EAGLE-3 drafter"}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModelSpec(DrafterBase):
+    """A language model of the target's vocabulary, which reads its tokens and nothing else of it.
+
+    It drafts one token after the other. With a mask token (PARD, arXiv 2504.18583) all drafts come from one pass over
+    the anchor and masks behind it, each of which predicts the token behind its place. A model of fewer ids than the
+    target proposes these alone, and reads any other id as its last one; of a model of more ids, these are left out.
+    """
+
+    kind: Literal["language_model"] = "language_model"
+    is_head_tied: bool  # its head is its own embedding
+    mask_token_id: int | None = None
+
+    @property
+    def ingested_ids(self) -> IngestedIds:
+        return "token"
+
+
+DrafterSpec = BlockDrafterSpec | Eagle3Spec | LanguageModelSpec  # told apart by `kind`
+FAMILY_NAMES: dict[str, str] = {
+    "block": "block drafter",
+    "eagle3": "EAGLE-3 drafter",
+    "language_model": "draft language model",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from dspark_trt.errors import CheckpointError, abridged
 
 logger = logging.getLogger(__name__)
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+TARGET_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 _IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_tokens", "bad_words_ids", "epsilon_cutoff")
 
@@ -120,16 +120,16 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 def _family(values: dict[str, Any], where: str) -> Family:
     family, architectures = values.get("model_type"), architectures_of(values)
-    if not isinstance(family, str) or family not in _ARCHITECTURES:
+    if not isinstance(family, str) or family not in TARGET_ARCHITECTURES:
         raise CheckpointError(
             f"{where}: model_type {abridged(family)} is not a supported target family; expected "
-            f"{' or '.join(map(repr, _ARCHITECTURES))} (dense)"
+            f"{' or '.join(map(repr, TARGET_ARCHITECTURES))} (dense)"
         )
-    if architectures and architectures != [_ARCHITECTURES[family]]:
+    if architectures and architectures != [TARGET_ARCHITECTURES[family]]:
         hint = "; this is a drafter, give it as --drafter" if "DSpark" in str(architectures) else ""
         raise CheckpointError(
             f"{where}: architectures {abridged(architectures)} is not supported, expected "
-            f"[{_ARCHITECTURES[family]!r}]{hint}"
+            f"[{TARGET_ARCHITECTURES[family]!r}]{hint}"
         )
     return cast(Family, family)
 

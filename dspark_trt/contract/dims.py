@@ -10,7 +10,14 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec, DrafterSpec, IngestedIds, TargetSpec
+from dspark_trt.checkpoints.spec import (
+    BlockDrafterSpec,
+    DecoderSpec,
+    DrafterSpec,
+    IngestedIds,
+    LanguageModelSpec,
+    TargetSpec,
+)
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import EngineBuildError
 
@@ -72,6 +79,7 @@ class DrafterDims:
     ingested_ids: IngestedIds = "none"  # ids that `ingest` reads beside the taps
     row_state_width: int = 0  # numbers that are kept of a row's last ingested position: out of `ingest`, into `draft`
     is_sequential: bool = False  # a draft call writes the caches once for each slot, one after the other
+    mask_token_id: int | None = None  # of a language model: all slots in one call, of masks behind the anchor
 
     @property
     def tap_width(self) -> int:
@@ -110,7 +118,11 @@ def drafter_dims(
     num_draft_ids: int | None = None,
 ) -> DrafterDims:
     """A row has room for max_seq_len, the draft block behind it and, where ingest pads, the longest padded chunk."""
-    behind = max(spec.block_length, limits.max_batch_tokens) if attention == "standard" else spec.block_length
+    behind = spec.block_length
+    if attention == "standard":
+        behind = max(behind, limits.max_batch_tokens)
+    if attention == "gqa":  # a chunk and a block in one call
+        behind += limits.max_batch_tokens
     return DrafterDims(
         limits,
         _cache(spec.decoder, limits, limits.max_seq_len + behind, attention),
@@ -124,6 +136,7 @@ def drafter_dims(
         ingested_ids=spec.ingested_ids,
         row_state_width=spec.row_state_width,
         is_sequential=spec.is_sequential,
+        mask_token_id=spec.mask_token_id if isinstance(spec, LanguageModelSpec) else None,
     )
 
 

@@ -1,4 +1,4 @@
-"""`gqa`: causal attention of the target by `com.microsoft.GroupQueryAttention`, in place, for ONNX Runtime.
+"""`gqa`: causal attention of packed tokens by `com.microsoft.GroupQueryAttention`, in place, for ONNX Runtime.
 
 The operator takes right-padded queries (`query_seqlens`), appends the valid keys and values at each row's own length
 and attends over the row's live positions only. Rows without tokens say query length 0: their cache is not touched.
@@ -7,6 +7,8 @@ Shape letters: `T` packed tokens, `B` rows and `S` padded query length of a grou
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from onnx import TensorProto
 
@@ -20,10 +22,10 @@ _NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_len
 class GqaAttention:
     """One attention call per row group and layer."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec) -> None:
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, groups: Iterable[str]) -> None:
         self._builder = builder
         self._spec = spec
-        self._groups = [_Group(builder, group) for group in bindings.TARGET_GROUPS]
+        self._groups = [_Group(builder, group) for group in groups]
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
@@ -48,7 +50,7 @@ class GqaAttention:
                 kv_num_heads=spec.num_kv_heads,
             )
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
-        slots = builder.op("Concat", *outputs, axis=0)
+        slots = builder.op("Concat", *outputs, axis=0) if len(outputs) > 1 else outputs[0]
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
 
 

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_trt.checkpoints.layout import HEAD
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import (
     BlockDrafterSpec,
     DrafterCheckpoint,
     DrafterSpec,
     Eagle3Spec,
+    LanguageModelSpec,
     TargetCheckpoint,
     WeightStore,
 )
@@ -28,6 +29,7 @@ from dspark_trt.graphs.attention import usable_form
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.drafters.block import BlockGraphs
 from dspark_trt.graphs.drafters.eagle3 import Eagle3Graphs
+from dspark_trt.graphs.drafters.language_model import LanguageModelGraphs
 from dspark_trt.graphs.drafters.parts import DrafterParts, FamilyGraphs
 from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import numbers_of
@@ -58,6 +60,8 @@ def write_drafter_graphs(
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
     is_whole = attention == "standard"  # an engine of a device has a column for every target id
     attention = usable_form(attention, spec.decoder, "drafter")
+    if isinstance(spec, LanguageModelSpec) and attention == "drafter":
+        attention = "gqa"
     numbers = numbers_of(precision, attention)
     own_ids = drafter.draft_ids
     ids = None if is_whole and form.draft_vocab is None else proposed_ids(form, own_ids)
@@ -70,16 +74,17 @@ def write_drafter_graphs(
     )
     bits = quantisation(precision, form.precision)
     family = _family(spec)
+    is_own_head = spec.has_own_head or isinstance(spec, LanguageModelSpec)
     shared = PlacedWeights(folder / bindings.TARGET_GRAPH, "target.", target.weights)
-    head_store, head_name = (drafter.weights, HEAD) if spec.has_own_head else (target.weights, head_weight(target.spec))
+    head_store, head_name = _head(target, drafter)
     store: WeightStore = drafter.weights
     if chosen := family.chosen_rows(ids, own_ids):
         store = SelectedRows(store, chosen)
     if ids is not None:
         np.save(folder / bindings.DRAFT_VOCAB_FILE, ids)
         own_rows = ids if own_ids is None else np.searchsorted(own_ids, ids)
-        head_store = SelectedRows(head_store, {head_name: own_rows if spec.has_own_head else ids})
-    is_head_shared = not spec.has_own_head and ids is None and bits.drafter_head == bits.head
+        head_store = SelectedRows(head_store, {head_name: own_rows if is_own_head else ids})
+    is_head_shared = not is_own_head and ids is None and bits.drafter_head == bits.head
     with (
         WeightFolder(folder, "drafter", store) as weights,
         WeightFolder(folder, "drafter_head", head_store) as head_weights,
@@ -98,6 +103,11 @@ def write_drafter_graphs(
             own_ids=own_ids,
             top_n=form.markov_top_n,
         )
+        if isinstance(family, LanguageModelGraphs):
+            model = _graph("drafter_model", bindings.model_inputs(dims), bindings.model_outputs(dims))
+            family.emit_model(model, parts)
+            model.save(folder / bindings.MODEL_GRAPH, to_metadata(dims))
+            return
         ingest = _graph("drafter_ingest", bindings.ingest_inputs(dims), bindings.ingest_outputs(dims))
         family.emit_ingest(ingest, parts)
         ingest.save(folder / bindings.INGEST_GRAPH, to_metadata(dims))
@@ -108,12 +118,22 @@ def write_drafter_graphs(
             draft.save(folder / bindings.draft_graph(num_slots, spec.gamma), to_metadata(of_slots))
 
 
-def _family(spec: DrafterSpec) -> FamilyGraphs:
+def _head(target: TargetCheckpoint, drafter: DrafterCheckpoint) -> tuple[WeightStore, str]:
+    """Where the drafter's head is, and its name there."""
+    spec = drafter.spec
+    if isinstance(spec, LanguageModelSpec) and spec.is_head_tied:
+        return drafter.weights, EMBEDDING
+    return (drafter.weights, HEAD) if spec.has_own_head else (target.weights, head_weight(target.spec))
+
+
+def _family(spec: DrafterSpec) -> FamilyGraphs | LanguageModelGraphs:
     match spec:
         case BlockDrafterSpec():
             return BlockGraphs(spec)
         case Eagle3Spec():
             return Eagle3Graphs(spec)
+        case LanguageModelSpec():
+            return LanguageModelGraphs(spec)
 
 
 def _graph(name: str, inputs: Iterable[bindings.Binding], outputs: Iterable[bindings.Binding]) -> GraphBuilder:

@@ -36,7 +36,7 @@ def block_spec(drafter: DrafterCheckpoint, what: str) -> BlockDrafterSpec:
     """Raises CheckpointError where the drafter is of another family, which `what` is not for."""
     if not isinstance(drafter.spec, BlockDrafterSpec):
         raise CheckpointError(
-            f"{what} is for block drafters (DSpark, DFlash), found an {FAMILY_NAMES[drafter.spec.kind]}"
+            f"{what} is for block drafters (DSpark, DFlash), found: {FAMILY_NAMES[drafter.spec.kind]}"
         )
     return drafter.spec
 
