@@ -17,6 +17,7 @@ from dspark_trt.checkpoints.drafters.language_model import (
     is_language_model,
     read_language_model,
 )
+from dspark_trt.checkpoints.drafters.medusa import describe_medusa, is_medusa, read_medusa
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
@@ -44,6 +45,8 @@ def read_drafter(
     values, where = _read_config(folder)
     if is_language_model(values):
         return read_language_model(folder, values, target, num_drafts)
+    if is_medusa(values):
+        return read_medusa(folder, values, target, num_drafts)
     if is_eagle3(values):
         return read_eagle3_drafter(folder, values, target, num_drafts)
     return read_block_drafter(folder, values, block_reader(values, where), target)
@@ -63,6 +66,8 @@ def read_drafter_spec(
     values, where = _read_config(folder)
     if is_language_model(values):
         return describe_language_model(folder, values, target, num_drafts)
+    if is_medusa(values):
+        return describe_medusa(values, where, target, num_drafts)
     if is_eagle3(values):
         return describe_eagle3(values, where, target, num_drafts).spec
     return read_description(values, where).spec

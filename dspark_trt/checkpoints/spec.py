@@ -11,7 +11,7 @@ Canonical tensor names (no `model.` prefix, Hugging Face layout: Linear weights 
              markov_head.markov_w2.weight [V, r], markov_head.gate_proj.{weight,bias} (gated),
              markov_head.joint_proj.{weight,bias} (rnn), confidence_head.proj.{weight,bias};
              embed_tokens.weight and lm_head.weight only where they are the drafter's own; of a language model the
-             names of a target
+             names of a target; of Medusa heads.{i}.blocks.{j}.{weight,bias} and heads.{i}.lm_head.weight
 """
 
 from __future__ import annotations
@@ -227,12 +227,38 @@ class LanguageModelSpec(DrafterBase):
         return "token"
 
 
-DrafterSpec = BlockDrafterSpec | Eagle3Spec | LanguageModelSpec  # told apart by `kind`
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaSpec(DrafterBase):
+    """Medusa heads on the target's last hidden state, one for each draft, as a chain (arXiv 2401.10774).
+
+    A head is residual blocks, x + SiLU(linear(x)), and a matrix of its own onto the vocabulary, unless all share one.
+    There is no decoder layer, and nothing is remembered of a row but the state of its last position.
+    """
+
+    kind: Literal["medusa"] = "medusa"
+    num_blocks: int  # of a head
+    has_block_bias: bool
+    is_head_shared: bool
+
+    @property
+    def row_state_width(self) -> int:
+        """The state of the last ingested position."""
+        return self.decoder.hidden_size
+
+
+DrafterSpec = BlockDrafterSpec | Eagle3Spec | LanguageModelSpec | MedusaSpec  # told apart by `kind`
 FAMILY_NAMES: dict[str, str] = {
     "block": "block drafter",
     "eagle3": "EAGLE-3 drafter",
     "language_model": "draft language model",
+    "medusa": "Medusa drafter",
 }
+
+
+def a_drafter(kind: str) -> str:
+    """The family of that kind with its article."""
+    name = FAMILY_NAMES[kind]
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dspark_trt.checkpoints.spec import (
     DraftSource,
     Eagle3Spec,
     LanguageModelSpec,
+    MedusaSpec,
     NgramSpec,
     TargetSpec,
 )
@@ -24,6 +25,7 @@ _DRAFT_SOURCES: dict[str, type[DraftSource]] = {
     "block": BlockDrafterSpec,
     "eagle3": Eagle3Spec,
     "language_model": LanguageModelSpec,
+    "medusa": MedusaSpec,
 }
 
 

@@ -197,13 +197,22 @@ def _drafter(source: str, drafter: dict[str, Any]) -> dict[str, str]:
             "drafting": f"up to {drafter['gamma']} drafts copied from each request's own text",
         }
     taps = list(drafter["target_layer_ids"])
-    parts = [f"gamma {drafter['gamma']}", _head(drafter) if drafter["kind"] == "block" else "one token after the other"]
+    parts = [f"gamma {drafter['gamma']}", _way(drafter)]
     if ids := drafter["draft_vocab_size"]:
         parts.append(f"a head for {ids} ids")
     return {
         "drafter": f"{source} ({FAMILY_NAMES[drafter['kind']]}, {_decoder(drafter)})",
         "drafting": ", ".join([*parts, f"taps {taps}" if taps else "no taps"]),
     }
+
+
+def _way(drafter: dict[str, Any]) -> str:
+    """How a block comes about."""
+    if drafter["kind"] == "block":
+        return _head(drafter)
+    if (mask := drafter.get("mask_token_id")) is not None:
+        return f"all in one pass, mask token {mask}"
+    return "one token after the other"
 
 
 def _head(drafter: dict[str, Any]) -> str:

@@ -23,7 +23,7 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | ingest | taps | float [T, M*D] | absent without tap layers |
 | | token_ids | int64 [T] | where the family reads ids (`DrafterDims.ingested_ids`) |
 | | last_tokens | int64 [R] | where rows have a state: packed index of each segment's last token |
-| | positions | int64 [T] | |
+| | positions | int64 [T] | this and what follows: where there are caches |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
 | | context.tokens, .past_lengths, .query_lengths | int64 | other attention: a row group |
 | draft | anchor_ids, past_lengths | int64 [R] | |
@@ -193,12 +193,14 @@ def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
 
 
 def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    where = (Binding(ROWS, "int64", ("T",)),) if dims.attention == "drafter" else row_group(CONTEXT)
+    where: tuple[Binding, ...] = ()
+    if dims.cache.num_layers:
+        of_rows = (Binding(ROWS, "int64", ("T",)),) if dims.attention == "drafter" else row_group(CONTEXT)
+        where = (Binding(POSITIONS, "int64", ("T",)), *of_rows)
     return (
         *((Binding(TAPS, dims.element_type, ("T", dims.tap_width)),) if dims.num_taps else ()),
         *((Binding(TOKEN_IDS, "int64", ("T",)),) if dims.ingested_ids != "none" else ()),
         *((Binding(LAST_TOKENS, "int64", ("R",)),) if dims.row_state_width else ()),
-        Binding(POSITIONS, "int64", ("T",)),
         *where,
         *caches(CONTEXT, dims),
     )

@@ -140,6 +140,11 @@ def drafter_dims(
     )
 
 
+def host_attention(spec: DrafterSpec) -> Attention:
+    """The form that a drafter takes on ONNX Runtime, where its head size allows it."""
+    return "gqa" if isinstance(spec, LanguageModelSpec) else "drafter"
+
+
 def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int, attention: Attention) -> CacheDims:
     if attention == "standard":
         capacity = -(-capacity // TILE_POSITIONS) * TILE_POSITIONS

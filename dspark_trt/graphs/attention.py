@@ -55,7 +55,7 @@ class ContextEmitter(Protocol):
 
 def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
     """The wanted form, or `standard` where GroupQueryAttention does not take the head size; a warning says so."""
-    if wanted == "standard" or spec.head_dim % _GQA_HEAD_DIM_MULTIPLE == 0:
+    if wanted == "standard" or spec.head_dim % _GQA_HEAD_DIM_MULTIPLE == 0 or not spec.num_layers:
         return wanted
     logger.warning(
         "the %s has head_dim %d, ONNX Runtime's GroupQueryAttention takes multiples of %d only: attention falls back "

@@ -16,7 +16,7 @@ from dspark_trt.checkpoints.pairing import check_pairing
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, LanguageModelSpec, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.drafter_form import DrafterForm
-from dspark_trt.contract.protocol import DraftEngine
+from dspark_trt.contract.protocol import IngestBatch
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import CapacityError, ExportError
 from tests.engine.test_drafter_forms_in_loops import requests
@@ -55,19 +55,6 @@ def oracle(tmp_path: Path, drafter: DrafterCheckpoint, ids: np.ndarray | None = 
     return TransformersDrafter(tmp_path / "drafter", drafter.spec, LIMITS, drafter.draft_ids if ids is None else ids)
 
 
-class Late(Contexts):
-    """Contexts whose last ingestion is handed over with the draft."""
-
-    def late(self, rows: list[int], query_lengths: list[int]) -> None:
-        engines, self.engines = self.engines, (self,)  # type: ignore[assignment]
-        super().ingest(rows, query_lengths)
-        self.engines = engines
-
-    def __init__(self, *engines: DraftEngine) -> None:
-        super().__init__(*engines, tap_width=0, seed=4)
-        self.waiting: Any = None
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_equal_transformers_and_greedy_tokens_are_the_targets(case: str, tmp_path: Path) -> None:
     target, drafter = write_pair(tmp_path, case)
@@ -83,3 +70,75 @@ def test_drafts_equal_transformers_and_greedy_tokens_are_the_targets(case: str, 
     assert {key: each.token_ids for key, each in outputs.items()} == {
         key: each.token_ids for key, each in plain.items()
     }
+
+
+def test_what_is_handed_over_with_a_draft_is_ingested_by_its_first_pass(tmp_path: Path) -> None:
+    """With rows that do not draft among them, and at every number of slots."""
+    for case in ("fewer ids", "PARD"):
+        folder = tmp_path / case
+        target, drafter = write_pair(folder, case)
+        engine = open_pair(target, drafter, folder / "graphs", limits=LIMITS)[1]
+        other = oracle(folder, drafter)
+        contexts = Contexts(engine, other, tap_width=0, seed=5)
+        for num_slots in range(1, 5):
+            contexts.ingest([2], [1])
+            ingested: list[IngestBatch] = []
+            contexts.engines = (SimpleNamespace(ingest=ingested.append, gamma=4, limits=LIMITS),)  # type: ignore[assignment]
+            contexts.ingest([3, 0, 4], [2, 7, 1])
+            block = contexts.block([2, 0, 3])
+            block = replace(block, uniforms=block.uniforms[:, :num_slots], wants_logits=num_slots > 1)
+            contexts.engines = (engine, other)
+            output, expected = (each.draft(block, ingested[0]) for each in contexts.engines)
+            np.testing.assert_array_equal(output.draft_ids, expected.draft_ids)
+            if num_slots > 1:
+                assert_same_drafts(output, expected)
+        assert_same_drafts(*contexts.draft([4]))
+
+
+def test_a_moved_row_drafts_as_before_and_limits_hold(tmp_path: Path) -> None:
+    target, drafter = write_pair(tmp_path, "llama")
+    engine = open_pair(target, drafter, tmp_path / "graphs", limits=LIMITS)[1]
+    contexts = Contexts(engine, tap_width=0)
+    contexts.ingest([0, 4], [6, 9])
+    block = contexts.block([4])
+    before = engine.draft(block).draft_ids.copy()
+    engine.move_row(4, 1, 9)
+    np.testing.assert_array_equal(engine.draft(replace(block, rows=np.array([1]))).draft_ids, before)
+    contexts.ingest([0], [60])
+    contexts.ingest([0], [29])
+    assert engine.draft(contexts.block([0])).draft_ids.shape == (1, 4)  # behind the last position but one
+    with pytest.raises(CapacityError, match="97 positions, max_seq_len is 96"):
+        contexts.ingest([0], [2])
+
+
+def test_a_chosen_vocabulary_and_eight_bits(tmp_path: Path) -> None:
+    target, drafter = write_pair(tmp_path, "fewer ids")
+    kept = np.arange(5, 75, 3)
+    forms = DrafterForm(draft_vocab=kept), DrafterForm("int8", kept)
+    engines = [open_pair(target, drafter, tmp_path / form.precision, limits=LIMITS, form=form)[1] for form in forms]
+    np.testing.assert_array_equal(engines[0].draft_vocab, kept)
+    contexts = Contexts(*engines, oracle(tmp_path, drafter, kept), tap_width=0)
+    contexts.ingest([1, 2], [5, 3])
+    exact, quantised, expected = contexts.draft([2, 1])
+    assert_same_drafts(exact, expected)
+    difference = np.abs(exact.draft_logits[:, 0] - quantised.draft_logits[:, 0]).mean()  # type: ignore[index]
+    assert 0 < difference < 0.1 * np.abs(exact.draft_logits).mean()  # type: ignore[arg-type]
+
+
+def test_a_head_size_without_attention_is_refused(tmp_path: Path) -> None:
+    target = read_target(str(write_target(tmp_path / "target")))
+    drafter = read_drafter(str(write_target(tmp_path / "drafter", heads=6, kv_heads=3, head_dim=10)), target)
+    with pytest.raises(ExportError, match="head_dim: a language model that drafts needs a multiple of 8"):
+        open_pair(target, drafter, tmp_path / "graphs", limits=LIMITS)
+
+
+@pytest.mark.parametrize(("case", "mode"), [("llama", "fixed"), ("llama", "lagged_budget"), ("PARD", "early_stop")])
+def test_sampled_texts_have_the_targets_distribution(case: str, mode: str, tmp_path: Path) -> None:
+    """Chi-square over all texts of three tokens of five ids, of which the drafter has four."""
+    target = read_target(str(write_target(tmp_path / "target", family="qwen3", vocab_size=5)))
+    more = {"config_extra": {"pard_token": 3}} if case == "PARD" else {}
+    folder = write_target(tmp_path / "drafter", **SMALL, vocab_size=4, eos_token_ids=(2,), **more)
+    pair = SmallPair(target, read_drafter(str(folder), target, num_drafts=4))
+    engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
+    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None)
+    check_distribution(engines, pair, SchedulerConfig(mode), num_samples=500)  # type: ignore[arg-type]

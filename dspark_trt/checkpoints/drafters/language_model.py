@@ -10,13 +10,12 @@ Source: PARD (arXiv 2504.18583), its training and inference code.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.config import architectures_of
 from dspark_trt.checkpoints.drafters.eagle3 import DEFAULT_NUM_DRAFTS
@@ -27,10 +26,10 @@ from dspark_trt.checkpoints.spec import (
     LanguageModelSpec,
     TargetCheckpoint,
     TargetSpec,
-    TensorInfo,
     WeightStore,
 )
 from dspark_trt.checkpoints.target import TARGET_ARCHITECTURES, read_target, read_target_spec
+from dspark_trt.checkpoints.views import FirstRows
 from dspark_trt.errors import CheckpointError
 
 # keys of drafters that call their architecture as a language model's
@@ -64,9 +63,10 @@ def read_language_model(
     mask_token_id = _mask_token_id(values, str(path))
     model = read_target(str(path))
     spec = _spec(model.spec, mask_token_id, target.spec, num_drafts, str(path))
-    weights, num_ids = model.weights, spec.num_draft_ids
+    weights: WeightStore = model.weights
+    num_ids = spec.num_draft_ids
     if model.spec.decoder.vocab_size > num_ids:
-        weights = _FirstRows(weights, (EMBEDDING, HEAD), num_ids)
+        weights = FirstRows(weights, (EMBEDDING, HEAD), num_ids)
     check_tensors(weights, drafter_shapes(spec), str(path))
     ids = None if spec.draft_vocab_size is None else np.arange(num_ids, dtype=np.int64)
     return DrafterCheckpoint(spec, weights, ids)
@@ -119,23 +119,3 @@ def _refuse_eagle(folder: Path) -> None:
             f"{folder}: the file has fc.weight: this drafter is in the form of EAGLE-1 or 2, which is not supported; "
             "use a language model, or an EAGLE-3 drafter"
         )
-
-
-class _FirstRows:
-    """A store whose matrices of some names end early; their bytes stay where they are."""
-
-    def __init__(self, store: WeightStore, names: Iterable[str], count: int) -> None:
-        self._store = store
-        self._shortened = frozenset(names)
-        self._count = count
-
-    def names(self) -> tuple[str, ...]:
-        return self._store.names()
-
-    def info(self, name: str) -> TensorInfo:
-        info = self._store.info(name)
-        return info if name not in self._shortened else replace(info, shape=(self._count, *info.shape[1:]))
-
-    def array(self, name: str) -> NDArray[np.generic]:
-        array = self._store.array(name)
-        return array if name not in self._shortened else array[: self._count]

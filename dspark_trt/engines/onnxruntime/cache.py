@@ -25,8 +25,9 @@ class CachePool:
     def __init__(self, dims: CacheDims, element_type: FloatType) -> None:
         shape = (dims.num_layers, 2, dims.num_rows, *dims.row_shape)
         dtype = np.dtype(element_type)
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._array: NDArray[np.floating] = np.frombuffer(memory, dtype).reshape(shape)
+        num_bytes = max(math.prod(shape) * dtype.itemsize, 1)  # 0 where a drafter has no layers
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._array: NDArray[np.floating] = np.frombuffer(memory, dtype, math.prod(shape)).reshape(shape)
 
     def rows(self, layer: int, which: int, first_row: int, num_rows: int) -> NDArray[np.floating]:
         """A view [num_rows, K, C, H] of keys or values."""

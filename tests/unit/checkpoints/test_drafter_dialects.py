@@ -245,7 +245,6 @@ def test_what_is_ambiguous_is_refused_with_the_key_that_decides(
         ({"architectures": ["EagleSpeculator"], "speculators_model_type": "eagle"}, "EAGLE-1 or 2"),
         ({"architectures": ["MedusaModel"]}, "Medusa"),
         ({"architectures": None, "medusa_num_heads": 4}, "Medusa"),
-        ({"architectures": ["LlamaForCausalLM"], "pard_token": 32000}, "PARD"),
         ({"architectures": ["Qwen3MTPModel"]}, "an MTP module"),
         ({"architectures": ["MTPSpeculator"], "speculators_model_type": "mtp"}, "an MTP module"),
         ({"architectures": ["X"], "speculators_model_type": "mlp"}, "the speculators format of type 'mlp'"),
