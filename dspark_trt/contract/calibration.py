@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +38,7 @@ class SlotCalibration:
             )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Calibration:
     """The lines of greedy requests and of those that sample: their confidences mean different acceptance."""
 
@@ -45,6 +46,11 @@ class Calibration:
     sampled: SlotCalibration
     survival: tuple[float, ...] = ()  # [G] mean survival of slot j where it was measured; (): not measured
     blocks: tuple[tuple[float, ...], ...] = ()  # `typical_blocks` where they were measured; (): not measured
+
+    @cached_property
+    def _lines(self) -> Floats:
+        """Slope and offset of each slot, for greedy requests and those that sample. [2, 2, G]"""
+        return np.array([[each.slopes, each.offsets] for each in (self.greedy, self.sampled)], dtype=np.float64)
 
     @property
     def expected_survival(self) -> Floats:
@@ -79,16 +85,11 @@ class Calibration:
         num_slots = confidence_logits.shape[1]
         logits = confidence_logits.astype(np.float64)
         is_finite = np.isfinite(logits)
-        slopes, offsets = (
-            np.where(is_greedy[:, None], np.asarray(greedy)[None, :num_slots], np.asarray(sampled)[None, :num_slots])
-            for greedy, sampled in (
-                (self.greedy.slopes, self.sampled.slopes),
-                (self.greedy.offsets, self.sampled.offsets),
-            )
-        )
-        scaled = slopes * np.where(is_finite, logits, 0.0) + offsets
+        regimes = np.where(is_greedy, 0, 1)
+        lines = self._lines[regimes, :, :num_slots]  # [R, 2, n]
+        scaled = lines[:, 0] * np.where(is_finite, logits, 0.0) + lines[:, 1]
         if shifts is not None:
-            scaled += shifts[np.where(is_greedy, 0, 1), :num_slots]
+            scaled += shifts[regimes, :num_slots]
         confidence: Floats = np.where(is_finite, np.tanh(0.5 * scaled) * 0.5 + 0.5, 0.0)
         return confidence
 

@@ -154,6 +154,7 @@ class DraftPolicy:
         threshold = plain * (1.0 + (KEPT_GAIN if was_drafting else MIN_GAIN))
         # what is expected is compared by what it has been worth so far
         best, best_slots, best_count = threshold / self.realised.factor(num_requests), 0, 0
+        last, num_falls = 0.0, 0
         for count in _halved(len(order)):
             chosen = order[:count]
             looked_up = lookup_survival
@@ -162,7 +163,7 @@ class DraftPolicy:
                 looked_up = looked_up[looked_up > 0]
             pending = int(step.num_pending[chosen].sum())
             host = self._prices.drafting_host(count)
-            before = 0.0
+            before = of_count = 0.0
             for num_slots in self._slot_counts:
                 values = -np.sort(-np.append(survival[chosen, :, :num_slots], looked_up))
                 tokens = num_requests + np.cumsum(values)[NUM_QUANTILES - 1 :: NUM_QUANTILES] / NUM_QUANTILES
@@ -171,9 +172,14 @@ class DraftPolicy:
                 throughput = self._reached(np.concatenate(([num_requests], tokens)) / cost)
                 if throughput > best:
                     best, best_slots, best_count = throughput, num_slots, count
+                of_count = max(of_count, throughput)
                 if throughput < before:  # further slots survive even less
                     break
                 before = throughput
+            num_falls = num_falls + 1 if of_count < last else 0
+            if num_falls == 2:  # with ever fewer requests that draft it only falls further
+                break
+            last = of_count
         if not best_slots:
             return DraftChoice.nobody(num_requests)
         is_drafting = np.zeros(num_requests, dtype=np.bool_)

@@ -30,15 +30,17 @@ NO_TOKEN = -1
 def draft_batch(states: Sequence[RequestState], context: CacheLengths, num_slots: int) -> DraftBatch:
     """One block of num_slots for each request. Only requests that sample need the logits that drafts are drawn from."""
     rows = np.array([state.row for state in states], dtype=np.int64)
-    words = np.stack([state.words[:num_slots, Purpose.DRAFT] for state in states])
     temperatures = np.array([_draft_temperature(state) for state in states], dtype=np.float32)
+    uniforms = np.zeros((len(states), num_slots), dtype=np.float32)  # nobody reads those of an argmax
+    if wants_logits := bool(temperatures.any()):
+        uniforms = uniforms_float32(np.stack([state.words[:num_slots, Purpose.DRAFT] for state in states]))
     return DraftBatch(
         rows=rows,
         anchor_ids=np.array([state.anchor_id for state in states], dtype=np.int64),
         past_lengths=context.committed[rows],
         temperatures=temperatures,
-        uniforms=uniforms_float32(words),
-        wants_logits=bool(temperatures.any()),
+        uniforms=uniforms,
+        wants_logits=wants_logits,
     )
 
 

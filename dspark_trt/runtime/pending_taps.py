@@ -89,24 +89,20 @@ class PendingTaps:
         chunks: list[_Chunk] = []
         room = max_tokens
         for state in states:
-            count = 0
-            waiting = self._chunks.get(state, [])
-            while waiting and room:
-                chunk = waiting.pop(0)
-                if len(chunk.token_ids) > room:
-                    chunk, rest = chunk.split(room)
-                    waiting.insert(0, rest)
-                chunks.append(chunk)
-                count += len(chunk.token_ids)
-                room -= len(chunk.token_ids)
-            if not waiting:
-                self.drop([state])
-            elif count:
-                self._counts[state] -= count
-            if count:
-                taken.append(state)
-                counts.append(count)
-                following.append(int(waiting[0].token_ids[0]) if waiting else state.next_id)
+            if state not in self._chunks or not room:
+                continue
+            count = self._counts[state]
+            if count <= room:
+                chunks += self._chunks.pop(state)
+                del self._counts[state]
+                following.append(state.next_id)
+            else:
+                count = room
+                chunks += self._first(state, count)
+                following.append(int(self._chunks[state][0].token_ids[0]))
+            room -= count
+            taken.append(state)
+            counts.append(count)
         if not taken:
             return None
         rows = np.array([state.row for state in taken], dtype=np.int64)
@@ -122,6 +118,19 @@ class PendingTaps:
             token_ids=token_ids,
             next_ids=next_ids,
         )
+
+    def _first(self, state: RequestState, count: int) -> list[_Chunk]:
+        """Take the first `count` positions of a request that has more."""
+        waiting, taken = self._chunks[state], list[_Chunk]()
+        self._counts[state] -= count
+        while count:
+            chunk = waiting.pop(0)
+            if len(chunk.token_ids) > count:
+                chunk, rest = chunk.split(count)
+                waiting.insert(0, rest)
+            taken.append(chunk)
+            count -= len(chunk.token_ids)
+        return taken
 
 
 def _joined(chunks: Sequence[_Chunk]) -> Array:

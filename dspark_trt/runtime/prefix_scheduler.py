@@ -89,11 +89,13 @@ class Offer:
     @property
     def free_caps(self) -> Ints:
         """Drafts that compete for admission, [R]: none of a forced request."""
-        return np.where(self.is_forced, 0, self.caps)
+        return np.where(self.is_forced, 0, self.caps) if self.is_forced.any() else self.caps
 
     def price(self, survival: Floats) -> tuple[float, Floats]:
         """Tokens expected without any competing draft, and milliseconds with 0, 1, 2, ... of them."""
         assert self.step_ms is not None, "the adaptive modes price steps"
+        if not self.is_forced.any():
+            return float(self.num_requests), self.step_ms
         is_forced_slot = np.arange(survival.shape[1])[None, :] < (self.caps - self.free_caps)[:, None]
         return self.num_requests + float(survival[is_forced_slot].sum()), self.step_ms[int(is_forced_slot.sum()) :]
 

@@ -88,6 +88,8 @@ class SurvivalHistory:
             return
         waiting, self._has_waiting[self._oldest] = self._oldest, False
         rows = np.flatnonzero(self._waiting_generation[waiting] >= 0)
+        if not len(rows):  # who drafted has left
+            return
         generations, survivals = self._waiting_generation[waiting, rows], self._waiting[waiting, rows]
         kept = np.where(self._generation[rows] == generations, MEMORY_DECAY, 0.0)
         self._generation[rows] = generations
