@@ -212,7 +212,7 @@ def _way(drafter: dict[str, Any]) -> str:
         return _head(drafter)
     if (mask := drafter.get("mask_token_id")) is not None:
         return f"all in one pass, mask token {mask}"
-    return "one token after the other"
+    return "a head for each draft" if drafter["kind"] == "medusa" else "one token after the other"
 
 
 def _head(drafter: dict[str, Any]) -> str:
