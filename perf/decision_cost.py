@@ -21,7 +21,8 @@ from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.machine import cpu
 from dspark_trt.runtime.corrections import AcceptanceCorrection, TimeCorrection
-from dspark_trt.runtime.draft_policy import Decoding, DraftPolicy
+from dspark_trt.runtime.draft_choice import Decoding
+from dspark_trt.runtime.draft_policy import DraftPolicy
 from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, survival_of
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.survival_history import SurvivalHistory

@@ -1,5 +1,5 @@
-"""`make demo`: build the demonstration pair, serve it with a real Triton, stream one answer, load-test it
-with and without drafts, and write a report.
+"""`make demo`: build the demonstration pair, serve it with a real Triton, stream one answer, and load-test it through
+Triton: without drafts, with all of them, and with the default scheduler, in turns.
 
 python perf/demo.py --target MODEL.gguf --drafter examples/smollm2-135m-dspark --output build/smollm2
 """
@@ -13,19 +13,14 @@ import sys
 import tempfile
 from pathlib import Path
 
-from load_test import measure
-from report import print_table
 from rich.console import Console
 
 from dspark_trt.errors import DSparkError
 from dspark_trt.server.http_calls import stream
-from dspark_trt.server.perf_analyzer import find_perf_analyzer
 from dspark_trt.server.serve import ServeOptions, TritonServer
 
 QUESTION = "Explain in three sentences why the sky is blue."
-MODES = ("off", "fixed:7", "auto")
-CONCURRENCIES = (1, 8, 32)
-REQUESTS = {1: 8, 8: 24, 32: 64}
+MODES = "off,fixed:7,auto"
 
 
 def stream_answer(server: TritonServer, question: str) -> None:
@@ -36,51 +31,31 @@ def stream_answer(server: TritonServer, question: str) -> None:
     print()
 
 
+def run(console: Console, step: str, *arguments: str) -> None:
+    """One command of the package, shown as a person would type it; ends where it fails."""
+    console.print(f"\n[bold]{step}  dspark-trt {' '.join(arguments)}[/]")
+    done = subprocess.run([sys.executable, "-m", "dspark_trt", *arguments], check=False)
+    if done.returncode:
+        sys.exit(done.returncode)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build, serve and load-test the demonstration pair.")
-    parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--drafter", type=Path, required=True)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--drafter", required=True)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args()
     console = Console(width=120)
-
-    def headline(text: str) -> None:
-        console.print(f"\n[bold]{text}[/]")
-
-    headline(f"1/4  dspark-trt build --target {options.target} --drafter {options.drafter} --output {options.output}")
-    pair = ["--target", str(options.target), "--drafter", str(options.drafter), "--output", str(options.output)]
-    built = subprocess.run([sys.executable, "-m", "dspark_trt", "build", *pair], check=False)
-    if built.returncode:
-        sys.exit(built.returncode)
-
-    tool = find_perf_analyzer()
-    results = []
-    for scheduler in MODES:
-        with tempfile.TemporaryDirectory(prefix="dspark-trt-demo-") as folder:
-            served = ServeOptions(0, 0, 0, scheduler=scheduler, log_file=Path(folder) / "server.log")
-            with TritonServer(options.output, served) as server:
-                if not results:
-                    headline(f"2/4  a real tritonserver answers at {server.http_url}:  {QUESTION}")
-                    stream_answer(server, QUESTION)
-                    headline(f"3/4  load test through Triton: {', '.join(MODES)} ({tool.origin})")
-                for concurrency in CONCURRENCIES:
-                    results.append(
-                        measure(
-                            server.grpc_address, concurrency, scheduler, num_requests=REQUESTS[concurrency], tool=tool
-                        )
-                    )
-    print_table(results, console)
-    for concurrency in CONCURRENCIES:
-        off, *others = (result for result in results if result.concurrency == concurrency)
-        ratios = ", ".join(f"{each.scheduler} {each.tokens_per_s / off.tokens_per_s:.2f}" for each in others)
-        console.print(f"concurrency {concurrency}: tokens/s over those of off: {ratios}")
-    headline("4/4  the same modes without a server, interleaved: dspark-trt bench --quick")
-    bench = ["bench", str(options.output), "--quick", "--kinds", "mixed"]
-    report = options.output.with_name(f"{options.output.name}-bench.html")
-    done = subprocess.run([sys.executable, "-m", "dspark_trt", *bench, "--output", str(report)], check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
-    console.print(f"report: {report}")
+    folder = str(options.output)
+    run(console, "1/3", "build", "--target", options.target, "--drafter", options.drafter, "--output", folder)
+    with tempfile.TemporaryDirectory(prefix="dspark-trt-demo-") as scratch:
+        served = ServeOptions(0, 0, 0, log_file=Path(scratch) / "server.log")
+        with TritonServer(options.output, served) as server:
+            console.print(f"\n[bold]2/3  a real tritonserver answers at {server.http_url}:  {QUESTION}[/]")
+            stream_answer(server, QUESTION)
+    html = str(options.output.with_name(f"{options.output.name}-bench.html"))
+    load = ["--modes", MODES, "--concurrency", "1,8,32", "--kinds", "mixed"]
+    run(console, "3/3", "bench", folder, "--through-triton", "--quick", *load, "--output", html)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from dspark_trt.contract.calibration import Calibration, blocks_around
 from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.scheduler import SchedulerConfig, parse_scheduler
 from dspark_trt.runtime.corrections import AcceptanceCorrection, TimeCorrection
-from dspark_trt.runtime.draft_policy import Decoding, DraftChoice, DraftPolicy
+from dspark_trt.runtime.draft_choice import Decoding, DraftChoice
+from dspark_trt.runtime.draft_policy import DraftPolicy
 from dspark_trt.runtime.prefix_scheduler import Offer, PrefixScheduler, survival_of
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.survival_history import SurvivalHistory

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-Part = Literal["verify", "verify_drafts", "draft", "host", "drafting_host"]
+Part = Literal["verify", "verify_drafts", "draft", "host", "drafting_host", "lookup_host"]
 
 LAG_STEPS = 2
 TIME_RATE = 0.05  # of the distance in log time, a step

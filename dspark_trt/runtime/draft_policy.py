@@ -16,14 +16,15 @@ are left out first. What drafting steps really brought, against what was expecte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.runtime.corrections import RealisedGain
+from dspark_trt.runtime.draft_choice import Decoding, DraftChoice
 from dspark_trt.runtime.prices import StepPrices
-from dspark_trt.runtime.survival_history import NUM_QUANTILES, Floats, Ints, SurvivalHistory
+from dspark_trt.runtime.survival_history import NUM_QUANTILES, Floats, SurvivalHistory
 
 MIN_GAIN = 0.03  # expected throughput must rise by so much before drafting begins
 KEPT_GAIN = 0.01  # and by so much for it to go on
@@ -35,33 +36,6 @@ NUM_EXPLORED_SLOTS = 2
 MAX_STEPS_BETWEEN_CHOICES = 4  # the same requests need no new choice for so many steps
 MAX_IDLE_STEPS = 16  # nor where nobody drafts: there is little news then
 _NO_LOOKUPS = np.empty((0, 0))
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """What the policy knows of a step: fixed before anything is drafted."""
-
-    rows: Ints  # [R] KV rows of the requests that decode
-    generations: Ints  # [R] of their occupants
-    caps: Ints  # [R] drafts that may be verified at most
-    num_pending: Ints  # [R] positions that the drafter's context lacks
-    context_tokens: float  # mean positions that a request holds
-
-
-@dataclass(frozen=True, slots=True)
-class DraftChoice:
-    """Who drafts, and how much."""
-
-    num_slots: int  # n; 0: nobody drafts
-    is_drafting: NDArray[np.bool_]  # [R]
-    is_explored: NDArray[np.bool_]  # [R] drafts in order to learn: verified at its cap
-    is_looking_up: NDArray[np.bool_]  # [R] its drafts are those of its lookup; the drafter makes none for it
-    tokens_per_ms: float = 0.0  # expected of the step; 0: nobody drafts
-
-    @classmethod
-    def nobody(cls, num_requests: int) -> DraftChoice:
-        none = np.zeros(num_requests, dtype=np.bool_)
-        return cls(0, none, none, none)
 
 
 class DraftPolicy:
@@ -106,9 +80,19 @@ class DraftPolicy:
         choice = self._best_or_last(step, lookup_survival)
         is_better = found > self._last_promise
         if is_better.any():
-            choice = _without(choice, is_better)
+            choice = choice.without(is_better)
         choice = self._with_explored(step, choice, is_excluded=is_better)
+        if not choice.num_slots and not self._pays_to_copy(step, lookup_survival):
+            return choice
         return replace(choice, is_looking_up=(found > 0) & ~choice.is_drafting)
+
+    def _pays_to_copy(self, step: Decoding, lookup_survival: Floats) -> bool:
+        """Whether copies, in a step that drafts nothing, bring more than their time outside the engines."""
+        num_requests = len(step.rows)
+        values = -np.sort(-lookup_survival[lookup_survival > 0])
+        steps_ms = self._prices.with_drafts(num_requests, step.context_tokens, 0, len(values))
+        with_copies = (num_requests + np.cumsum(values)) / (steps_ms[1:] + self._prices.lookup_host(num_requests))
+        return float(with_copies.max()) > num_requests / float(steps_ms[0])
 
     def _with_explored(
         self, step: Decoding, choice: DraftChoice, *, is_excluded: NDArray[np.bool_] | None = None
@@ -226,14 +210,6 @@ class DraftPolicy:
         is_drafting, is_explored = choice.is_drafting.copy(), choice.is_explored.copy()
         is_drafting[explored] = is_explored[explored] = True
         return DraftChoice(num_slots, is_drafting, is_explored, choice.is_looking_up)
-
-
-def _without(choice: DraftChoice, is_excluded: NDArray[np.bool_]) -> DraftChoice:
-    """The same choice, but the drafter drafts for none of these."""
-    is_drafting = choice.is_drafting & ~is_excluded
-    if not is_drafting.any():
-        return DraftChoice.nobody(len(is_drafting))
-    return replace(choice, is_drafting=is_drafting)
 
 
 def _halved(count: int) -> list[int]:

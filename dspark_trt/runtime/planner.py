@@ -11,7 +11,7 @@ import numpy as np
 
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.runtime.corrections import TimeCorrection
-from dspark_trt.runtime.draft_policy import Decoding, DraftChoice
+from dspark_trt.runtime.draft_choice import Decoding, DraftChoice
 from dspark_trt.runtime.engine_calls import EngineCalls
 from dspark_trt.runtime.lookup import Lookup
 from dspark_trt.runtime.prices import StepPrices

@@ -58,6 +58,13 @@ class StepPrices:
         cost = self.table.draft_cost(num_requests, num_slots, context_tokens) + self.table.ingest_cost(num_ingested)
         return cost * self._correction.factor("draft", num_requests)
 
+    def lookup_host(self, num_requests: int) -> float:
+        """What a step that copies drafts, and drafts none, takes outside the engines beyond a plain one. The table does
+        not know it: it begins as that of a step that drafts."""
+        whole = self.table.host_cost(num_requests, is_drafting=True)
+        extra = whole - self.table.host_cost(num_requests, is_drafting=False)
+        return extra * self._correction.factor("lookup_host", num_requests)
+
     def drafting_host(self, num_requests: int) -> float:
         """What a step that drafts for so many requests takes outside the engines, beyond a plain one."""
         if not num_requests:

@@ -18,7 +18,8 @@ from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.acceptance import Acceptance
 from dspark_trt.runtime.corrections import AcceptanceCorrection, Part, TimeCorrection
-from dspark_trt.runtime.draft_policy import Decoding, DraftChoice, DraftPolicy
+from dspark_trt.runtime.draft_choice import Decoding, DraftChoice
+from dspark_trt.runtime.draft_policy import DraftPolicy
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.lookup import Lookup
 from dspark_trt.runtime.lookup_survival import LookupOffer, LookupSurvival
@@ -33,6 +34,7 @@ from dspark_trt.steptable.table import StepTable
 
 logger = logging.getLogger(__name__)
 
+LEAST_SEEN_SHARE = 0.1  # of a price of time outside the engines: a difference of two times may come out as nothing
 MAX_LOOKUP_REQUESTS = 4  # more requests that decode look nothing up in mode auto
 
 
@@ -210,7 +212,8 @@ class Scheduling:
         verify = plan.verify_ms(self.prices, num_drafts)
         draft = plan.draft_ms(self.prices, record.num_ingested_tokens)
         host = self.prices.host(plan.num_segments)
-        record.expected_ms = verify + draft + host + self.prices.drafting_host(drafting)
+        copying = self.prices.lookup_host(plan.num_segments) if plan.lookups and not drafting else 0.0
+        record.expected_ms = verify + draft + host + self.prices.drafting_host(drafting) + copying
         if self._policy is not None and self._choice is not None and self._choice.tokens_per_ms and not plan.prefill:
             expected = self._choice.tokens_per_ms * record.expected_ms
             self._policy.realised.observe(len(plan.decode), seen=record.num_tokens_emitted, expected=expected)
@@ -221,6 +224,9 @@ class Scheduling:
             self.times.observe("draft", drafting, expected_ms=draft, seen_ms=seen)
             extra = self.prices.drafting_host(drafting)
             self.times.observe("drafting_host", drafting, expected_ms=extra, seen_ms=record.outside_ms - host)
+        elif copying:
+            seen = max(record.outside_ms - host, LEAST_SEEN_SHARE * copying)
+            self.times.observe("lookup_host", plan.num_segments, expected_ms=copying, seen_ms=seen)
         else:
             self.times.observe("host", plan.num_segments, expected_ms=host, seen_ms=record.outside_ms)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.runtime.draft_policy import DraftChoice
+from dspark_trt.runtime.draft_choice import DraftChoice
 from dspark_trt.runtime.lookup import Lookup
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.state import RequestState

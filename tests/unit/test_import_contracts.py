@@ -84,9 +84,9 @@ def test_contracts_are_kept(copied: Path) -> None:
         ("dspark_trt/engines/tensorrt/session.py", "import tensorrt", BARE, "session -> tensorrt"),
         ("plugins/trt_plugin.py", "import tensorrt_rtx", BARE, "trt_plugin -> tensorrt_rtx"),
         ("dspark_trt/serving/worker.py", "import triton_python_backend_utils", BARE, "serving.worker -> "),
-        ("dspark_trt/steptable/profile.py", "import perf.report", PERF, "profile -> perf"),
+        ("dspark_trt/steptable/profile.py", "import perf.overhead", PERF, "profile -> perf"),
         ("dspark_trt/steptable/profile.py", "import tests.support", PERF, "profile -> tests"),
-        ("perf/report.py", "from tests.support.factories import write_target", TESTS, "report -> tests"),
+        ("perf/overhead.py", "from tests.support.factories import write_target", TESTS, "overhead -> tests"),
     ],
 )
 def test_what_is_forbidden_breaks_its_contract(

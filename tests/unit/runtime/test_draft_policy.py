@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from dspark_trt.contract.calibration import blocks_around
 from dspark_trt.runtime.corrections import TimeCorrection
-from dspark_trt.runtime.draft_policy import EXPLORATION_SHARE, FIRST_LOOK_SHARE, Decoding, DraftChoice, DraftPolicy
+from dspark_trt.runtime.draft_choice import Decoding, DraftChoice
+from dspark_trt.runtime.draft_policy import EXPLORATION_SHARE, FIRST_LOOK_SHARE, DraftPolicy
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.survival_history import SurvivalHistory
 from dspark_trt.steptable.table import StepTable
@@ -128,8 +131,16 @@ def test_a_request_takes_its_lookup_where_that_promises_more_than_a_block() -> N
 
 def test_a_lookup_is_taken_where_the_drafter_does_not_pay() -> None:
     batch = Batch([BAD], table(draft_share=5.0), prior=BAD)
-    looked_up = np.full((1, GAMMA), 0.005)
+    looked_up = 0.3 ** np.arange(1, GAMMA + 1)[None, :]
     assert batch.step(looked_up=looked_up).is_looking_up.all()
+
+
+def test_copies_that_bring_less_than_their_time_outside_the_engines_are_left_alone() -> None:
+    looked_up = 0.3 ** np.arange(1, GAMMA + 1)[None, :]
+    steps = replace(table(draft_share=5.0), host_ms=(0.0,) * len(COUNTS), drafting_host_ms=(12.0,) * len(COUNTS))
+    batch = Batch([BAD], steps, prior=BAD)
+    assert not batch.step(looked_up=looked_up).is_looking_up.any()
+    assert batch.step(looked_up=np.ones((1, GAMMA))).is_looking_up.all()
 
 
 def test_the_drafter_has_to_beat_the_lookups_and_not_only_a_plain_step() -> None:

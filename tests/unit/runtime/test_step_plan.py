@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dspark_trt.runtime.corrections import TimeCorrection
-from dspark_trt.runtime.draft_policy import DraftChoice
+from dspark_trt.runtime.draft_choice import DraftChoice
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.runtime.state import RequestState, new_state

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load_test import PROMPTS
 
 from dspark_trt.packaging.signature import ENGINE_FIELDS, PREPROCESSING_FIELDS
 from dspark_trt.server.load_result import read_export
 
 MS = 1_000_000  # nanoseconds
+DATA = Path(__file__).parents[3] / "perf" / "data"
 
 
 def request(sent_ms: int, chunks: list[tuple[int, int]], **last: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def test_request_that_did_not_end_well_is_an_error(tmp_path: Path) -> None:
 
 
 def test_prompts_are_unique_and_use_known_fields() -> None:
-    rows = [row for path in PROMPTS for row in json.loads(path.read_text())["data"]]
+    rows = [row for path in sorted(DATA.glob("*.json")) for row in json.loads(path.read_text())["data"]]
     assert len({row["text_input"][0] for row in rows}) == len(rows) == 24
     known = {field.name for field in (*PREPROCESSING_FIELDS, *ENGINE_FIELDS)}
     assert all(set(row) <= known for row in rows)
