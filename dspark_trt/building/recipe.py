@@ -30,8 +30,8 @@ class BuildRecipe(BaseModel):
     target: str = Field(description="Hugging Face folder or hub id, or a GGUF file.")
     drafter: str = Field(
         description="Checkpoint (DSpark, DFlash, EAGLE-3, Medusa, PARD, or a smaller model of the target's "
-        "vocabulary): Hugging Face folder or hub id, or a GGUF file; ngram: none, drafts are copied from each request's "
-        "own text."
+        "vocabulary): Hugging Face folder or hub id, or a GGUF file; ngram: none, drafts are copied from each "
+        "request's own text."
     )
     target_revision: str | None = Field(default=None, description="Commit, tag or branch of the target's hub id.")
     drafter_revision: str | None = Field(default=None, description="Commit, tag or branch of the drafter's hub id.")

@@ -41,6 +41,7 @@ _NAMES = (  # stored names of both forms -> canonical ones
     (re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)"), r"heads.\1.blocks.\2.\3"),
     (re.compile(r"(\d+)\.\d+\.weight"), r"heads.\1.lm_head.weight"),
 )
+_HINTS = {"medusa_num_heads": "it is the number of heads in the file (num_heads in vLLM's form)"}
 _PREFIX = re.compile(r"(medusa_heads?|medusa)\.")
 
 
@@ -109,7 +110,7 @@ def read_medusa(
 
 def _describe(values: dict[str, Any], where: str, target: TargetSpec, num_drafts: int | None) -> _Description:
     refuse_unsupported(values, where, is_causal=True)
-    config = parse(MedusaConfig, _own_names(values), where)
+    config = parse(MedusaConfig, _own_names(values), where, _HINTS)
     for key, found, expected in (
         ("hidden_size", config.hidden_size, target.decoder.hidden_size),
         ("vocab_size", config.vocab_size, target.decoder.vocab_size),

@@ -135,9 +135,8 @@ def test_an_ordinary_token_of_another_id_is_refused(tmp_path: Path) -> None:
     folders.edit(f'"a": {first}', '"a": XX')
     folders.edit(f'"b": {second}', f'"b": {first}')
     folders.edit("XX", str(second))
-    with pytest.raises(
-        PairingError, match=rf"tokenizer: id {first} is 'a' to the target and 'b' to the drafter, one of 2"
-    ):
+    message = rf"tokenizer: id {first} is 'a' to the target and 'b' to the drafter, one of 2"
+    with pytest.raises(PairingError, match=message):
         folders.check()
 
 
@@ -156,9 +155,8 @@ def test_without_a_tokenizer_only_an_equal_vocabulary_passes(tmp_path: Path, cap
             folders.check()
             assert "has no tokenizer that can be read: whether" in caplog.text
         else:
-            with pytest.raises(
-                PairingError, match="vocab_size: the target has 320, the drafter 300, and .* no tokenizer"
-            ):
+            message = r"vocab_size: the target has 320, the drafter 300, and .* no tokenizer"
+            with pytest.raises(PairingError, match=message):
                 folders.check()
 
 
