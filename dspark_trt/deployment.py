@@ -52,10 +52,11 @@ class Deployment:
         *,
         target: TargetEngine | None = None,
         drafter: DraftEngine | None = None,
+        prefix_cache: bool = False,
         on_verified: OnVerified | None = None,
     ) -> DecodingLoop:
         """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace),
-        which then see every call."""
+        which then see every call. `prefix_cache`: only for a loop that has the engines to itself."""
         is_wrapped = target is not None or drafter is not None
         return DecodingLoop(
             target=target or self.target,
@@ -67,6 +68,7 @@ class Deployment:
             eos_token_ids=self.target_spec.eos_token_ids,
             decode=self.codec.decode,
             scheduler=scheduler,
+            prefix_cache=prefix_cache,
             on_verified=on_verified,
         )
 

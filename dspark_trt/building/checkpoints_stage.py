@@ -14,8 +14,12 @@ from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
 from dspark_trt.log import Progress
 
-# DeepSpec's Qwen3 drafters were trained on answers without thinking; `--chat-template-kwargs` wins
-DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {"qwen3": {"enable_thinking": False}}
+# DeepSpec's drafters were trained on answers without thinking; `--chat-template-kwargs` wins
+DEFAULT_TEMPLATE_KWARGS: dict[str, dict[str, Any]] = {
+    "qwen3": {"enable_thinking": False},
+    "qwen3_moe": {"enable_thinking": False},
+    "gemma4": {"enable_thinking": False},
+}
 
 
 def checkpoint_inputs(context: Context) -> list[Path]:

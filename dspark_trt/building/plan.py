@@ -156,7 +156,8 @@ def _sized(
 
 def _kv_elements(decoder: DecoderSpec) -> int:
     """Of one position."""
-    return 2 * decoder.num_layers * decoder.num_kv_heads * decoder.head_dim
+    shapes = [decoder.shape_of(layer) for layer in range(decoder.num_layers)]
+    return 2 * sum(shape.num_kv_heads * shape.head_dim for shape in shapes)
 
 
 def _check_memory(plan: BuildPlan) -> None:

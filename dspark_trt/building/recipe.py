@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from dspark_trt.building.option import Option
 from dspark_trt.contract.drafter_form import DrafterPrecision
@@ -66,6 +66,9 @@ class BuildRecipe(BaseModel):
         description="Drafts copied from a request's own text where it repeats itself; auto: in scheduler mode auto, "
         "where they promise more than the drafter's.",
     )
+    prefix_cache: Annotated[bool, Option(flag="--prefix-cache/--no-prefix-cache", default="prefix-cache")] = Field(
+        default=True, description="Prompts begin where another request's K/V hold their first tokens."
+    )
     lookup_drafts: int = Field(default=7, ge=2, le=16, description="Drafts copied at most, with drafter ngram.")
     num_drafts: Annotated[int | None, Option(default="what the drafter's checkpoint says, or 7")] = Field(
         default=None,
@@ -107,8 +110,10 @@ class BuildRecipe(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any) -> Any:
-        if any(isinstance(item, bool) for item in (value if isinstance(value, list) else [value])):
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name != "prefix_cache" and any(
+            isinstance(item, bool) for item in (value if isinstance(value, list) else [value])
+        ):
             raise ValueError("expected no truth value")
         return value
 

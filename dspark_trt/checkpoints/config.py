@@ -1,8 +1,6 @@
 """config.json and generation_config.json: what is read, and what is refused because it would change the mathematics.
 
-These are other people's files: unknown keys are allowed. The keys of `_NEUTRAL_VALUES` stand for features that are not
-implemented; any other value than the listed ones is refused by name, since ignoring it would give wrong output
-silently.
+These are other people's files: unknown keys are allowed, but those of `neutral` that are not neutral are refused.
 """
 
 from __future__ import annotations
@@ -10,72 +8,29 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from dspark_trt.checkpoints.families import FAMILIES, FULL
 from dspark_trt.checkpoints.layout import check_sizes
+from dspark_trt.checkpoints.neutral import NEUTRAL_VALUES
 from dspark_trt.checkpoints.opening import check_file
-from dspark_trt.checkpoints.rope import DEFAULT_THETA, RopeParameters, WholeNumber, reach, rope_spec
-from dspark_trt.checkpoints.spec import DecoderSpec, GenerationDefaults, RopeSpec
+from dspark_trt.checkpoints.rope import RopeParameters, WholeNumber, reach, rope_spec
+from dspark_trt.checkpoints.spec import DecoderSpec, Family, GenerationDefaults, RopeSpec
 from dspark_trt.errors import CheckpointError, abridged, place
 
 logger = logging.getLogger(__name__)
 
 Model = TypeVar("Model", bound=BaseModel)
-Family = Literal["llama", "qwen3"]
 
-# What the format says when a key is not written: the defaults of transformers' configuration classes.
-_QWEN3_HEAD_DIM = 128
-_RMS_NORM_EPS = 1e-6
-_MAX_POSITIONS: dict[Family, int] = {"llama": 2048, "qwen3": 32768}
+_RMS_NORM_EPS = 1e-6  # what the format says when the key is not written
 
 _MAX_FILE_BYTES = 1 << 27  # of a JSON file: the largest tokenizers have some 30 MB
 
-_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    # rotary variants
-    "partial_rotary_factor": (1,),
-    "rotary_pct": (1,),
-    "rope_interleaved": (False,),
-    "rope_interleave": (False,),
-    "rope_is_neox_style": (True,),
-    "is_neox_style": (True,),
-    "no_rope_layers": (),
-    # attention variants
-    "use_swa": (False,),
-    "swa_window_size": (),
-    "sliding_window_non_causal": (False,),
-    "attention_sink_bias": (False,),
-    "attention_sinks": (False,),
-    "attention_k_eq_v": (False,),
-    "attention_multiplier": (),
-    "query_pre_attn_scalar": (),
-    "attn_logit_softcapping": (),
-    "attn_temperature_tuning": (False,),
-    "kv_lora_rank": (),
-    "clip_qkv": (),
-    "add_cross_attention": (False,),
-    # scales of embedding, residual stream and logits
-    "embedding_multiplier": (1,),
-    "residual_multiplier": (1,),
-    "logits_scaling": (1,),
-    "logit_scale": (1,),
-    "scale_emb": (1,),
-    "scale_depth": (),
-    "final_logit_softcapping": (),
-    # mixture of experts
-    "num_experts": (0,),
-    "num_local_experts": (0,),
-    "n_routed_experts": (0,),
-    # weights that are not plain numbers
-    "quantization_config": (),
-    "compression_config": (),
-}
-
 
 class DecoderConfig(BaseModel):
-    """The keys that a decoder stack of the Llama and Qwen3 families is made from."""
+    """The keys that a decoder stack is made from, in every family."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, protected_namespaces=(), allow_inf_nan=False)
 
@@ -92,6 +47,7 @@ class DecoderConfig(BaseModel):
     max_position_embeddings: WholeNumber | None = None
     original_max_position_embeddings: WholeNumber | None = None
     attention_bias: bool = False
+    qkv_bias: bool = True  # qwen2_moe
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
     bos_token_id: int | None = None
@@ -175,7 +131,7 @@ def refuse_unsupported(values: dict[str, Any], where: str, *, is_causal: bool) -
 
     `is_causal` is what the attention of this kind of model is here: true for targets, false inside a draft block.
     """
-    neutral = {**_NEUTRAL_VALUES, "is_causal": (is_causal,)}
+    neutral = {**NEUTRAL_VALUES, "is_causal": (is_causal,)}
     for key, value in values.items():
         if key in neutral and value is not None and value not in neutral[key]:
             accepted = ", ".join(map(repr, neutral[key]))
@@ -192,22 +148,25 @@ def architectures_of(values: dict[str, Any]) -> list[str]:
     return [abridged(each).strip("'") for each in (found if isinstance(found, list) else [found])]
 
 
-def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSpec:
-    """Raises CheckpointError for sliding windows in use, rope variants and head counts that do not divide."""
-    is_qwen3 = family == "qwen3"
-    _refuse_sliding_window(config, where)
+def decoder_spec(config: DecoderConfig, family: Family, where: str, *, are_windows_read: bool = False) -> DecoderSpec:
+    """Without the windows of its layers, which are refused unless somebody else reads them.
+
+    Raises CheckpointError for sliding windows in use, rope variants and head counts that do not divide.
+    """
+    facts = FAMILIES[family]
+    if not are_windows_read:
+        _refuse_windows(config, where)
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     if config.num_attention_heads % num_kv_heads:
         raise CheckpointError(
             f"{where}: num_attention_heads = {config.num_attention_heads} is not a multiple of num_key_value_heads = "
             f"{num_kv_heads}; the configuration does not belong to a checkpoint"
         )
-    default_head_dim = _QWEN3_HEAD_DIM if is_qwen3 else config.hidden_size // config.num_attention_heads
-    head_dim = config.head_dim or default_head_dim
+    head_dim = config.head_dim or facts.head_dim or config.hidden_size // config.num_attention_heads
     if head_dim % 2:
         raise CheckpointError(f"{where}: head_dim = {head_dim} is odd; rotary embedding needs an even one")
-    max_positions = config.max_position_embeddings or _MAX_POSITIONS[family]
-    rope = _rope(config, max_positions, where)
+    max_positions = config.max_position_embeddings or facts.max_positions
+    rope = _rope(config, max_positions, facts.theta, where)
     decoder = DecoderSpec(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -219,13 +178,20 @@ def decoder_spec(config: DecoderConfig, family: Family, where: str) -> DecoderSp
         rms_norm_eps=float(config.rms_norm_eps),
         rope=rope,
         max_position_embeddings=reach(rope, max_positions),
-        has_qk_norm=is_qwen3,
-        has_qkv_bias=config.attention_bias,
-        has_o_bias=config.attention_bias,
-        has_mlp_bias=config.mlp_bias and not is_qwen3,  # a copied Llama key means nothing to Qwen3
+        has_qk_norm=facts.has_qk_norm,
+        has_qkv_bias=_has_qkv_bias(config, family),
+        has_o_bias=config.attention_bias and facts.has_qkv_bias is None,
+        has_mlp_bias=config.mlp_bias if facts.has_mlp_bias is None else facts.has_mlp_bias,
     )
     check_sizes(decoder, where)
     return decoder
+
+
+def _has_qkv_bias(config: DecoderConfig, family: Family) -> bool:
+    if family == "qwen2_moe":
+        return config.qkv_bias
+    facts = FAMILIES[family]
+    return config.attention_bias if facts.has_qkv_bias is None else facts.has_qkv_bias
 
 
 def eos_token_ids(*values: int | list[int] | None) -> tuple[int, ...]:
@@ -242,37 +208,34 @@ def known_token(token: int | None, vocab_size: int, where: str) -> int | None:
     return None
 
 
-def _rope(config: DecoderConfig, max_positions: int, where: str) -> RopeSpec:
+def _rope(config: DecoderConfig, max_positions: int, default_theta: float, where: str) -> RopeSpec:
     specs = [
         rope_spec(
             parameters,
             theta=config.rope_theta,
+            default_theta=default_theta,
             original=config.original_max_position_embeddings,
             max_position_embeddings=max_positions,
             where=where,
         )
         for parameters in (config.rope_scaling, config.rope_parameters)
         if parameters is not None
-    ] or [RopeSpec(float(config.rope_theta or DEFAULT_THETA))]
+    ] or [RopeSpec(float(config.rope_theta or default_theta))]
     if len(set(specs)) > 1:
         raise CheckpointError(f"{where}: rope_scaling and rope_parameters contradict each other; remove the wrong one")
     return specs[0]
 
 
-def _refuse_sliding_window(config: DecoderConfig, where: str) -> None:
-    is_used = (
-        config.use_sliding_window and config.sliding_window and config.max_window_layers < config.num_hidden_layers
-    )
-    layer_types = set(config.layer_types or ()) - {"full_attention"}
+def _refuse_windows(config: DecoderConfig, where: str) -> None:
+    first = config.max_window_layers
+    is_used = config.use_sliding_window and config.sliding_window and first < config.num_hidden_layers
+    layer_types = set(config.layer_types or ()) - {FULL}
     if is_used or layer_types:
-        found = (
-            f"layer_types has {sorted(layer_types)}"
-            if layer_types
-            else f"use_sliding_window, window {config.sliding_window}"
-        )
+        window = f"use_sliding_window, window {config.sliding_window}"
+        found = f"layer_types has {sorted(layer_types)}" if layer_types else window
         raise CheckpointError(
-            f"{where}: {found}: a sliding window is not implemented (expected full attention in every layer); "
-            "ignoring it would change the output, so use a checkpoint without it"
+            f"{where}: {found}: a sliding window is not implemented in this form of drafter (expected full attention "
+            "in every layer); ignoring it would change the drafts, so use a checkpoint without it"
         )
 
 

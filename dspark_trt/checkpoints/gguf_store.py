@@ -1,8 +1,8 @@
 """Tensors of a GGUF file under canonical names, de-quantised to float32.
 
 llama.cpp rotates neighbouring pairs of a head's rows, Hugging Face the two halves of a head. Its converter therefore
-stores the Q and K rows of the Llama family interleaved; this is undone here. Qwen3 runs with half-split rotation there
-too, and is stored as it is.
+stores the Q and K rows of the Llama family interleaved; this is undone here. The Qwen families run with half-split
+rotation there too, and are stored as they are.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ _LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate",
+    "ffn_up_exps": "mlp.experts.up",
+    "ffn_down_exps": "mlp.experts.down",
 }
 
 

@@ -1,4 +1,4 @@
-"""Reads a GGUF file of the Llama or Qwen3 dense family as a target.
+"""Reads a GGUF file of the Llama, Qwen2, Qwen3 or Qwen3-MoE family as a target.
 
 The hyperparameters are a closed list: a key under the architecture's name that is not known here would change the
 mathematics, so it is refused by name. Source: the GGUF key registry of the `gguf` package.
@@ -6,26 +6,35 @@ mathematics, so it is refused by name. Source: the GGUF key registry of the `ggu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import gguf
-import numpy as np
 
 from dspark_trt.checkpoints.config import known_token
+from dspark_trt.checkpoints.experts import MAX_EXPERTS, with_expert_stacks
+from dspark_trt.checkpoints.families import FAMILIES
 from dspark_trt.checkpoints.gguf_header import check_header
+from dspark_trt.checkpoints.gguf_rope import Getter, gguf_rope, with_rope_factors
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
 from dspark_trt.checkpoints.gguf_tokenizer import gguf_end_tokens, gguf_text
 from dspark_trt.checkpoints.layout import HEAD, check_sizes, check_tensors, check_token_ids, target_shapes
 from dspark_trt.checkpoints.opening import check_file
-from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies, reach, yarn_mscale
-from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec, TargetCheckpoint, TargetSpec, WeightStore
+from dspark_trt.checkpoints.rope import reach
+from dspark_trt.checkpoints.spec import (
+    DecoderSpec,
+    ExpertsSpec,
+    Family,
+    TargetCheckpoint,
+    TargetSpec,
+    WeightStore,
+)
 from dspark_trt.checkpoints.target_text import TargetText, check_vocabulary, end_token_ids
 from dspark_trt.errors import CheckpointError
 
-_FAMILIES = ("llama", "qwen3")
+_FAMILIES: dict[str, Family] = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+_EXPERT_KEYS = {"expert_count", "expert_used_count", "expert_feed_forward_length"}  # of those that have experts
 _KNOWN_KEYS = {
     "block_count",
     "context_length",
@@ -49,9 +58,15 @@ _KNOWN_KEYS = {
     "rope.scaling.yarn_beta_slow",
     "rope.scaling.yarn_ext_factor",
 }
-_NEUTRAL_VALUES = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.yarn_ext_factor": 1.0}
-_LLAMA3_ORIGINAL_CONTEXT = 8192  # of every published llama3-scaled model; verified against the stored frequencies
-_LLAMA3_LOW, _LLAMA3_HIGH = 1.0, 4.0
+_NEUTRAL_VALUES = {
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_norm": True,  # as llama.cpp does with this family in any case
+    "expert_weights_scale": 1.0,
+    "expert_shared_count": 0,
+}
 
 
 def open_gguf(path: Path) -> Any:
@@ -81,10 +96,14 @@ def field(reader: Any, key: str) -> Any:
 def read_gguf_target(path: Path) -> TargetCheckpoint:
     """Raises CheckpointError when the file is damaged, of another family, or has metadata that is not implemented."""
     reader = open_gguf(path)
-    family = field(reader, gguf.Keys.General.ARCHITECTURE)
-    if family not in _FAMILIES:
-        raise CheckpointError(f"{path}: architecture {family!r} is not supported; expected {' or '.join(_FAMILIES)}")
-    get = _hyperparameters(reader, family, path)
+    architecture = field(reader, gguf.Keys.General.ARCHITECTURE)
+    if architecture not in _FAMILIES:
+        raise CheckpointError(
+            f"{path}: architecture {architecture!r} is not supported in GGUF files; expected one of "
+            f"{', '.join(_FAMILIES)}, or use the model's Hugging Face checkpoint"
+        )
+    family = _FAMILIES[architecture]
+    get = _hyperparameters(reader, architecture, path)
     tensors = {canonical_name(tensor.name): tensor for tensor in reader.tensors}
     rope_factors = tensors.pop(ROPE_FREQUENCIES, None)
     try:
@@ -92,10 +111,10 @@ def read_gguf_target(path: Path) -> TargetCheckpoint:
     except (TypeError, ValueError, OverflowError) as error:
         raise CheckpointError(f"{path}: metadata of a wrong type ({error}); convert the model again") from None
     if rope_factors is not None:
-        decoder = _with_rope_factors(decoder, gguf.dequantize(rope_factors.data, rope_factors.tensor_type), get, path)
+        decoder = with_rope_factors(decoder, gguf.dequantize(rope_factors.data, rope_factors.tensor_type), get, path)
     text = _text(reader, path)
     spec = TargetSpec(
-        family=cast(Literal["llama", "qwen3"], family),
+        family=family,
         decoder=decoder,
         is_head_tied=HEAD not in tensors,
         eos_token_ids=end_token_ids({"the file": gguf_end_tokens(reader)}, text, str(path)),
@@ -104,6 +123,8 @@ def read_gguf_target(path: Path) -> TargetCheckpoint:
     if text is not None:
         check_vocabulary(text, decoder.vocab_size, str(path))
     weights: WeightStore = GgufStore(path, tensors, _permuted_heads(spec, tensors))
+    if decoder.experts is not None:
+        weights = with_expert_stacks(weights, decoder.experts, decoder.hidden_size, str(path))
     check_tensors(weights, target_shapes(spec), str(path))
     check_token_ids(spec, str(path))
     return TargetCheckpoint(spec, weights)
@@ -117,9 +138,6 @@ def _text(reader: Any, path: Path) -> TargetText | None:
         return None
 
 
-Getter = Callable[[str], Any]
-
-
 def _hyperparameters(reader: Any, family: str, path: Path) -> Getter:
     values = {
         key.removeprefix(f"{family}."): reader.get_field(key).contents()
@@ -127,6 +145,8 @@ def _hyperparameters(reader: Any, family: str, path: Path) -> Getter:
         if key.startswith(f"{family}.")
     }
     for key, value in values.items():
+        if key in _EXPERT_KEYS and FAMILIES[_FAMILIES[family]].has_experts:
+            continue
         neutral = _NEUTRAL_VALUES.get(key)
         if (neutral is not None and value != neutral) or (neutral is None and key not in _KNOWN_KEYS):
             raise CheckpointError(
@@ -140,7 +160,7 @@ def _hyperparameters(reader: Any, family: str, path: Path) -> Getter:
     return values.get
 
 
-def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> DecoderSpec:
+def _decoder(get: Getter, family: Family, tensors: dict[str, Any], path: Path) -> DecoderSpec:
     def require(key: str) -> Any:
         if (value := get(key)) is None:
             raise CheckpointError(f"{path}: metadata key {key} is missing; convert the model again")
@@ -161,7 +181,7 @@ def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> D
     embedding = tensors.get("embed_tokens.weight")
     vocab_size = get("vocab_size") or (0 if embedding is None else int(embedding.shape[1]))
     context = require("context_length")
-    rope = _rope(get, context, path)
+    rope = gguf_rope(get, context, path)
     decoder = DecoderSpec(
         num_layers=require("block_count"),
         hidden_size=hidden_size,
@@ -173,69 +193,25 @@ def _decoder(get: Getter, family: str, tensors: dict[str, Any], path: Path) -> D
         rms_norm_eps=float(require("attention.layer_norm_rms_epsilon")),
         rope=rope,
         max_position_embeddings=reach(rope, context),
-        has_qk_norm=family == "qwen3",
+        has_qk_norm=FAMILIES[family].has_qk_norm,
         has_qkv_bias="layers.0.self_attn.q_proj.bias" in tensors,
         has_o_bias="layers.0.self_attn.o_proj.bias" in tensors,
         has_mlp_bias="layers.0.mlp.gate_proj.bias" in tensors,
     )
     check_sizes(decoder, str(path))
-    return decoder
+    return replace(decoder, experts=_experts(require, decoder, path)) if FAMILIES[family].has_experts else decoder
 
 
-def _rope(get: Getter, context: int, path: Path) -> RopeSpec:
-    theta = float(get("rope.freq_base") or 10000.0)
-    factor = get("rope.scaling.factor") or get("rope.scale_linear")
-    match get("rope.scaling.type") or ("linear" if get("rope.scale_linear") else "none"):
-        case "none":
-            return RopeSpec(theta)
-        case "linear" if factor:
-            return RopeSpec(theta, "linear", factor=float(factor))
-        case "yarn" if factor:
-            return RopeSpec(
-                theta,
-                "yarn",
-                factor=float(factor),
-                original_max_position_embeddings=get("rope.scaling.original_context_length") or context,
-                beta_fast=float(get("rope.scaling.yarn_beta_fast") or 32),
-                beta_slow=float(get("rope.scaling.yarn_beta_slow") or 1),
-                # llama.cpp multiplies the factor that yarn defines, Hugging Face's attention_factor replaces it
-                attention_factor=float(get("rope.scaling.attn_factor") or 1.0) * yarn_mscale(float(factor)),
-            )
-        case rope_type:
-            raise CheckpointError(
-                f"{path}: rope scaling {rope_type!r} with factor {factor} is not implemented; expected none, linear "
-                "or yarn with a factor"
-            )
-
-
-def _with_rope_factors(decoder: DecoderSpec, factors: Any, get: Getter, path: Path) -> DecoderSpec:
-    """The file holds one divisor per frequency instead of the llama3 parameters:
-    find these, and prove that they fit."""
-    if np.all(factors == 1):
-        return decoder
-    factor = float(np.max(factors))
-    original = get("rope.scaling.original_context_length") or _LLAMA3_ORIGINAL_CONTEXT
-    rope = RopeSpec(
-        decoder.rope.theta,
-        "llama3",
-        factor=factor,
-        original_max_position_embeddings=original,
-        low_freq_factor=_LLAMA3_LOW,
-        high_freq_factor=_LLAMA3_HIGH,
-    )
-    plain = plain_frequencies(rope.theta, decoder.head_dim)
-    expected = plain / llama3_frequencies(rope, plain)
-    if (
-        decoder.rope.rope_type != "default"
-        or factors.shape != expected.shape
-        or not np.allclose(factors, expected, 1e-4)
-    ):
+def _experts(require: Getter, decoder: DecoderSpec, path: Path) -> ExpertsSpec:
+    """In every layer, with probabilities that are made to sum to 1, as llama.cpp has the family."""
+    keys = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+    count, used, inner = (require(key) for key in keys)
+    if any(type(each) is not int for each in (count, used, inner)) or not (0 < used <= count <= MAX_EXPERTS):
         raise CheckpointError(
-            f"{path}: the frequencies of {ROPE_FREQUENCIES} are not those of llama3 scaling with factor {factor}, "
-            f"original context {original}, low {_LLAMA3_LOW} and high {_LLAMA3_HIGH}; use the model's Hugging Face "
-            "checkpoint"
+            f"{path}: {', '.join(keys)}: expected numbers, the second no more than the first, found {count}, {used} "
+            f"and {inner}; convert the model again"
         )
-    return replace(decoder, rope=rope)
+    return ExpertsSpec(tuple(range(decoder.num_layers)), count, used, inner, is_normalised=True)
 
 
 def _permuted_heads(spec: TargetSpec, tensors: dict[str, Any]) -> dict[str, int]:

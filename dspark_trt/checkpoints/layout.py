@@ -27,6 +27,7 @@ from dspark_trt.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+EXPERTS_UP, EXPERTS_DOWN = "mlp.experts.gate_up.weight", "mlp.experts.down.weight"  # of a layer
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
 Shapes = dict[str, tuple[int, ...]]
@@ -107,39 +108,82 @@ def _medusa_shapes(spec: MedusaSpec) -> Shapes:
 
 
 def _decoder_shapes(spec: DecoderSpec) -> Shapes:
-    D, query, key_value = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes: Shapes = {"norm.weight": (spec.hidden_size,)}
+    for index in range(spec.num_layers):
+        layer = _attention_shapes(spec, index) | (_expert_shapes(spec, index) or _mlp_shapes(spec))
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+    return shapes
+
+
+def _attention_shapes(spec: DecoderSpec, layer: int) -> Shapes:
+    """Of a layer's attention and of all norms."""
+    D, attention = spec.hidden_size, spec.shape_of(layer)
+    query, key_value = spec.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     linears = {
         "self_attn.q_proj": ((query, D), spec.has_qkv_bias),
         "self_attn.k_proj": ((key_value, D), spec.has_qkv_bias),
         "self_attn.v_proj": ((key_value, D), spec.has_qkv_bias),
         "self_attn.o_proj": ((D, query), spec.has_o_bias),
-        "mlp.gate_proj": ((spec.intermediate_size, D), spec.has_mlp_bias),
-        "mlp.up_proj": ((spec.intermediate_size, D), spec.has_mlp_bias),
-        "mlp.down_proj": ((D, spec.intermediate_size), spec.has_mlp_bias),
     }
-    layer: Shapes = {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
-    for name, (shape, has_bias) in linears.items():
-        layer[f"{name}.weight"] = shape
-        if has_bias:
-            layer[f"{name}.bias"] = shape[:1]
+    if attention.is_value_of_key:
+        del linears["self_attn.v_proj"]
+    shapes = _linear_shapes(linears) | {"input_layernorm.weight": (D,), "post_attention_layernorm.weight": (D,)}
     if spec.has_qk_norm:
-        layer |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
-    shapes: Shapes = {"norm.weight": (D,)}
-    for index in range(spec.num_layers):
-        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+        shapes |= {"self_attn.q_norm.weight": (attention.head_dim,), "self_attn.k_norm.weight": (attention.head_dim,)}
+    if spec.gemma is not None:
+        shapes |= {f"{place}_feedforward_layernorm.weight": (D,) for place in ("pre", "post")} | {"layer_scalar": (1,)}
     return shapes
+
+
+def _mlp_shapes(spec: DecoderSpec) -> Shapes:
+    return _linear_shapes(
+        {
+            "mlp.gate_proj": ((spec.intermediate_size, spec.hidden_size), spec.has_mlp_bias),
+            "mlp.up_proj": ((spec.intermediate_size, spec.hidden_size), spec.has_mlp_bias),
+            "mlp.down_proj": ((spec.hidden_size, spec.intermediate_size), spec.has_mlp_bias),
+        }
+    )
+
+
+def _expert_shapes(spec: DecoderSpec, layer: int) -> Shapes:
+    """Nothing where that layer has an MLP."""
+    experts, D = spec.experts_of(layer), spec.hidden_size
+    if experts is None:
+        return {}
+    E, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
+    shapes: Shapes = {"mlp.gate.weight": (E, D), EXPERTS_UP: (E, 2 * inner, D), EXPERTS_DOWN: (E, D, inner)}
+    if shared is not None:
+        shapes |= {f"mlp.shared_expert.{each}_proj.weight": (shared, D) for each in ("gate", "up")}
+        shapes |= {"mlp.shared_expert.down_proj.weight": (D, shared), "mlp.shared_expert_gate.weight": (1, D)}
+    return shapes
+
+
+def _linear_shapes(linears: Mapping[str, tuple[tuple[int, int], bool]]) -> Shapes:
+    """Of weights, and of biases where there are any."""
+    shapes: Shapes = {f"{name}.weight": shape for name, (shape, _) in linears.items()}
+    return shapes | {f"{name}.bias": shape[:1] for name, (shape, has_bias) in linears.items() if has_bias}
 
 
 def check_sizes(spec: DecoderSpec, where: str) -> None:
     """Raises CheckpointError for sizes that no model has, before anything is allocated for them."""
     limits = {"num_layers": _MAX_LAYERS, **dict.fromkeys(_SIZES, _MAX_SIZE)}
     for name, most in limits.items():
-        if not 1 <= (found := getattr(spec, name)) <= most:
-            raise CheckpointError(f"{where}: {name}: expected 1 to {most}, found {found}; the file is damaged")
-    numbers = {"rms_norm_eps": spec.rms_norm_eps, "rope theta": spec.rope.theta, "rope factor": spec.rope.factor or 1.0}
-    for name, number in numbers.items():
-        if not (math.isfinite(number) and number > 0):
-            raise CheckpointError(f"{where}: {name}: expected a positive number, found {number}; the file is damaged")
+        _check_size(getattr(spec, name), name, most, where)
+    for shape in {spec.shape_of(layer) for layer in range(spec.num_layers)}:
+        _check_size(shape.num_kv_heads, "num_kv_heads", _MAX_SIZE, where)
+        _check_size(shape.head_dim, "head_dim", _MAX_SIZE, where)
+        rope = shape.rope
+        numbers = {"rms_norm_eps": spec.rms_norm_eps, "rope theta": rope.theta, "rope factor": rope.factor or 1.0}
+        for name, number in numbers.items():
+            if not (math.isfinite(number) and number > 0):
+                raise CheckpointError(
+                    f"{where}: {name}: expected a positive number, found {number}; the file is damaged"
+                )
+
+
+def _check_size(found: int, name: str, most: int, where: str) -> None:
+    if not 1 <= found <= most:
+        raise CheckpointError(f"{where}: {name}: expected 1 to {most}, found {found}; the file is damaged")
 
 
 def check_tensors(weights: WeightStore, expected: Mapping[str, tuple[int, ...]], where: str) -> None:

@@ -1,4 +1,4 @@
-"""Which format quantised weights are in, so that each is refused by its name."""
+"""Which format quantised weights are in, so that those that nothing here reads are refused by name."""
 
 from __future__ import annotations
 

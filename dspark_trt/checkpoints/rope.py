@@ -18,7 +18,7 @@ from dspark_trt.errors import CheckpointError
 
 DEFAULT_THETA = 10000.0  # what the format says when no rope_theta is written
 Float64 = NDArray[np.float64]
-_SUPPORTED = ("default", "linear", "llama3", "yarn")
+_SUPPORTED = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def _whole(value: Any) -> Any:
@@ -50,7 +50,13 @@ class RopeParameters(BaseModel):
 
 
 def rope_spec(
-    parameters: RopeParameters, *, theta: float | None, original: int | None, max_position_embeddings: int, where: str
+    parameters: RopeParameters,
+    *,
+    theta: float | None,
+    original: int | None,
+    max_position_embeddings: int,
+    where: str,
+    default_theta: float = DEFAULT_THETA,
 ) -> RopeSpec:
     """Resolve one dictionary of parameters, with the top-level `rope_theta` and `original_max_position_embeddings`.
 
@@ -63,7 +69,7 @@ def rope_spec(
         raise CheckpointError(
             f"{where}: rope_type is {rope_type!r}, but type is {parameters.type!r}; remove one of them"
         )
-    if parameters.partial_rotary_factor not in (None, 1):
+    if rope_type != "proportional" and parameters.partial_rotary_factor not in (None, 1):
         raise CheckpointError(
             f"{where}: partial_rotary_factor = {parameters.partial_rotary_factor} is not implemented (expected 1 or "
             "absent); use a checkpoint that rotates the whole head"
@@ -73,7 +79,7 @@ def rope_spec(
             f"{where}: rope_theta is {theta} at the top level, but {parameters.rope_theta} in the rope parameters; "
             "remove the wrong one"
         )
-    theta = float(parameters.rope_theta or theta or DEFAULT_THETA)
+    theta = float(parameters.rope_theta or theta or default_theta)
     original = original or parameters.original_max_position_embeddings or max_position_embeddings
     match rope_type:
         case "default":
@@ -88,6 +94,13 @@ def rope_spec(
                 original_max_position_embeddings=original,
                 low_freq_factor=_required(parameters, "low_freq_factor", where),
                 high_freq_factor=_required(parameters, "high_freq_factor", where),
+            )
+        case "proportional":
+            return RopeSpec(
+                theta,
+                "proportional",
+                factor=float(parameters.factor or 1),
+                partial_rotary_factor=_share(parameters.partial_rotary_factor, where),
             )
         case "yarn":
             factor = float(parameters.factor or max_position_embeddings / original)
@@ -139,6 +152,17 @@ def llama3_frequencies(rope: RopeSpec, plain: Float64) -> Float64:
     return frequencies
 
 
+def proportional_frequencies(rope: RopeSpec, plain: Float64) -> Float64:
+    """The fastest pairs turn as they would in a head that turns as a whole, the others not at all.
+
+    Source: transformers' proportional rope, which Gemma 4 has in its full layers.
+    """
+    assert rope.factor is not None
+    assert rope.partial_rotary_factor is not None
+    num_turning = int(rope.partial_rotary_factor * (2 * len(plain)) // 2)
+    return np.where(np.arange(len(plain)) < num_turning, plain / rope.factor, 0.0)
+
+
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     """Scale of cos and sin that yarn asks for. Source: YaRN (arXiv 2309.00071), section 3.4."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
@@ -150,6 +174,14 @@ def _yarn_attention_factor(parameters: RopeParameters, factor: float) -> float:
     if parameters.mscale and parameters.mscale_all_dim:
         return yarn_mscale(factor, parameters.mscale) / yarn_mscale(factor, parameters.mscale_all_dim)
     return yarn_mscale(factor)
+
+
+def _share(value: float | None, where: str) -> float:
+    if value is None:
+        return 1.0
+    if not 0 <= value <= 1:
+        raise CheckpointError(f"{where}: partial_rotary_factor: expected a share from 0 to 1, found {value}")
+    return float(value)
 
 
 def _required(parameters: RopeParameters, key: str, where: str) -> float:

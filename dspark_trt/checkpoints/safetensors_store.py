@@ -38,8 +38,10 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
 _INTEGER_DTYPES: dict[str, np.dtype[Any]] = {
     "I64": np.dtype(np.int64),
     "I32": np.dtype(np.int32),
+    "I8": np.dtype(np.int8),
     "BOOL": np.dtype(np.bool_),
 }
+_STORED_DTYPES = {**_NUMPY_DTYPES, **_INTEGER_DTYPES, "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 
 
 class SafetensorsStore:
@@ -51,6 +53,9 @@ class SafetensorsStore:
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
 
+    def has(self, name: str) -> bool:
+        return name in self._entries
+
     def info(self, name: str) -> TensorInfo:
         return self._entries[name]
 
@@ -58,8 +63,12 @@ class SafetensorsStore:
         return self._read(name, _NUMPY_DTYPES[self._entries[name].dtype])
 
     def integers(self, name: str) -> NDArray[np.generic]:
-        """A tensor of whole numbers or truth values: int64, int32 or bool."""
+        """A tensor of whole numbers or truth values: int64, int32, int8 or bool."""
         return self._read(name, _INTEGER_DTYPES[self._entries[name].dtype])
+
+    def stored(self, name: str) -> NDArray[np.generic]:
+        """A tensor of any element type that some format of weights has, as it is stored."""
+        return self._read(name, _STORED_DTYPES[self._entries[name].dtype])
 
     def _read(self, name: str, dtype: np.dtype[Any]) -> NDArray[np.generic]:
         info = self._entries[name]
@@ -200,7 +209,7 @@ def _entry(file: Path, name: str, entry: dict[str, Any], data_start: int, size: 
     begin, end = entry["data_offsets"]
     if data_start + end > size:
         raise _damaged(file, f"tensor {name[:80]} ends at byte {data_start + end}, the file at byte {size}")
-    known = (_NUMPY_DTYPES | _INTEGER_DTYPES).get(dtype)
+    known = _STORED_DTYPES.get(dtype)
     if known is not None and math.prod(shape) * known.itemsize != end - begin:
         what = f"tensor {name[:80]} of shape {abridged(list(shape))} and type {dtype}"
         raise _damaged(file, f"{what} does not take {end - begin} bytes")

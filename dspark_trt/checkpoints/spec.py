@@ -6,7 +6,11 @@ PyTorch reference know one form only.
 Canonical tensor names (no `model.` prefix, Hugging Face layout: Linear weights are [out, in]):
     target   embed_tokens.weight, layers.{i}.input_layernorm.weight, layers.{i}.post_attention_layernorm.weight,
              layers.{i}.self_attn.{q,k,v,o}_proj.{weight,bias}, layers.{i}.self_attn.{q,k}_norm.weight,
-             layers.{i}.mlp.{gate,up,down}_proj.{weight,bias}, norm.weight, lm_head.weight (absent when tied)
+             layers.{i}.mlp.{gate,up,down}_proj.{weight,bias}, norm.weight, lm_head.weight (absent when tied);
+             Gemma 4 also layers.{i}.{pre,post}_feedforward_layernorm.weight and layers.{i}.layer_scalar [1];
+             where a layer has experts: layers.{i}.mlp.gate.weight [E, D], layers.{i}.mlp.experts.gate_up.weight
+             [E, 2I, D] with the rows of gate and up in turn, layers.{i}.mlp.experts.down.weight [E, D, I],
+             layers.{i}.mlp.shared_expert.{gate,up,down}_proj.weight, layers.{i}.mlp.shared_expert_gate.weight [1, D]
     drafter  the same for its layers, plus fc.weight, hidden_norm.weight, markov_head.markov_w1.weight [V, r],
              markov_head.markov_w2.weight [V, r], markov_head.gate_proj.{weight,bias} (gated),
              markov_head.joint_proj.{weight,bias} (rnn), confidence_head.proj.{weight,bias};
@@ -24,7 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
+Family = Literal[  # of targets: `model_type`
+    "llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma4"
+]
 # token: the one at the position; next: the one behind it, which is known too once the position is committed
 IngestedIds = Literal["none", "token", "next"]
 
@@ -45,11 +52,47 @@ class RopeSpec:
     mscale: float | None = None  # yarn
     mscale_all_dim: float | None = None  # yarn
     truncate: bool = True  # yarn
+    partial_rotary_factor: float | None = None  # proportional: share of the pairs that turn, the fastest ones
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """The attention of one layer, where layers differ."""
+
+    num_kv_heads: int  # K
+    head_dim: int  # H
+    rope: RopeSpec
+    is_value_of_key: bool = False  # there is no v_proj: values are what k_proj gives, before norm and rotation
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaSpec:
+    """What Gemma 4's decoder has beyond Llama's.
+
+    Embeddings are multiplied by sqrt(D). Attention and MLP have a norm before and another behind, and the output of a
+    layer is multiplied by its layer_scalar. Values pass through a norm without weight; scores are not scaled. The MLP's
+    activation is GELU in its tanh form.
+    """
+
+    layers: tuple[LayerShape, ...]
+    logit_softcap: float | None = None  # c: logits are c * tanh(logits / c)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A mixture of experts in the place of the MLP of some layers: a router gives each token a few of them."""
+
+    layers: tuple[int, ...]  # that have experts; the others have an MLP
+    num_experts: int  # E
+    num_active: int  # experts of one token, those of the largest probabilities
+    intermediate_size: int  # I, of one expert
+    is_normalised: bool  # the chosen probabilities are divided by their sum
+    shared_intermediate_size: int | None = None  # of one more expert, for all tokens, behind a sigmoid gate
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderSpec:
-    """The decoder stack that target and drafter share: Llama and Qwen3 dense families."""
+    """The decoder stack that target and drafter share."""
 
     num_layers: int
     hidden_size: int  # D
@@ -65,6 +108,29 @@ class DecoderSpec:
     has_qkv_bias: bool  # biases on q, k and v
     has_o_bias: bool
     has_mlp_bias: bool
+    layer_windows: tuple[int | None, ...] = ()  # of a target's layers, see `window_of`; empty: all see everything
+    experts: ExpertsSpec | None = None  # of a target
+    gemma: GemmaSpec | None = None  # Gemma 4; num_kv_heads, head_dim and rope are the first layer's then
+
+    def window_of(self, layer: int) -> int | None:
+        """How many positions a token sees in that layer, its own counted, the last ones; None: all before it."""
+        return self.layer_windows[layer] if self.layer_windows else None
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """None where that layer has an MLP."""
+        return self.experts if self.experts is not None and layer in self.experts.layers else None
+
+    def shape_of(self, layer: int) -> LayerShape:
+        """The attention of that layer."""
+        return self.gemma.layers[layer] if self.gemma else LayerShape(self.num_kv_heads, self.head_dim, self.rope)
+
+    def score_scale_of(self, layer: int) -> float:
+        """What products of queries and keys are multiplied by."""
+        return 1.0 if self.gemma else self.shape_of(layer).head_dim ** -0.5
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return self.gemma.logit_softcap if self.gemma else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +148,7 @@ class GenerationDefaults:
 class TargetSpec:
     """A target checkpoint."""
 
-    family: Literal["llama", "qwen3"]
+    family: Family
     decoder: DecoderSpec
     is_head_tied: bool  # lm_head is embed_tokens
     eos_token_ids: tuple[int, ...]  # every one of generation_config.json and config.json

@@ -95,7 +95,8 @@ def _of_mode(
 ) -> list[Measured]:
     results = []
     with tempfile.TemporaryDirectory(prefix="dspark-trt-bench-") as scratch:
-        options = ServeOptions(0, 0, 0, scheduler=mode, log_file=Path(scratch) / "server.log")
+        # every prompt is sent several times, which no server of ours is measured by
+        options = ServeOptions(0, 0, 0, scheduler=mode, prefix_cache=False, log_file=Path(scratch) / "server.log")
         with TritonServer(folder, options, step_table) as server:
             for load in loads:
                 count = load.num_requests if plan.is_short else max(load.num_requests, 2 * load.concurrency)

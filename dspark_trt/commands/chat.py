@@ -15,6 +15,7 @@ from dspark_trt.errors import RequestError
 if TYPE_CHECKING:
     from dspark_trt.contract.scheduler import SchedulerConfig
     from dspark_trt.deployment import Deployment
+    from dspark_trt.runtime.loop import DecodingLoop
 
 HELP = """\
 /help            this list
@@ -35,6 +36,7 @@ class Conversation:
     scheduler: SchedulerConfig
     given: dict[str, Any]
     messages: list[dict[str, str]] = field(default_factory=list)
+    loop: DecodingLoop | None = None  # of the turns so far: the next one begins behind what it has read
 
     def options(self) -> GenerationOptions:
         return generation_options(self.given)
@@ -50,6 +52,8 @@ class Conversation:
         turns = [*self.messages, {"role": "user", "content": text}]
         options = self.options()
         prompt = as_prompt(self.deployment, [dict(turn) for turn in turns], options, is_chat=True)
+        loop = self.loop or self.deployment.make_loop(self.scheduler, prefix_cache=self.deployment.recipe.prefix_cache)
+        self.loop = None  # one that was broken off within a step cannot go on
         (result,) = generate(
             self.deployment,
             [prompt.ids],
@@ -57,7 +61,9 @@ class Conversation:
             self.scheduler,
             lambda index, piece: on_piece(piece),
             max_verify_len=prompt.max_verify_len,
+            loop=loop,
         )
+        self.loop = loop
         self.messages = [*turns, {"role": "assistant", "content": result["text"]}]
         return result
 

@@ -55,14 +55,18 @@ def generate(
     on_text: OnText = lambda index, text: None,
     *,
     max_verify_len: int | None = None,
+    loop: DecodingLoop | None = None,
 ) -> list[Result]:
     """Decode `prompts` (token ids) together, continuously batched; results in their order.
+
+    `loop`: one that is idle, in place of a new one; after an error it cannot be used again.
 
     Raises RequestError when a prompt or a parameter is not acceptable, GenerationFailedError when an engine fails.
     """
     results: list[Result] = [{} for _ in prompts]
     wanted = [Prompt(tuple(ids), sampling, max_verify_len) for ids in prompts]
-    for index, result in generate_each(deployment.make_loop(scheduler), wanted, on_text, num_ahead=len(prompts)):
+    loop = loop or deployment.make_loop(scheduler, prefix_cache=deployment.recipe.prefix_cache)
+    for index, result in generate_each(loop, wanted, on_text, num_ahead=len(prompts)):
         if isinstance(result, DSparkError):
             raise result
         results[index] = result
@@ -133,6 +137,7 @@ def _result(index: int, output: _Output, last: Emission) -> Result | GenerationF
         "token_ids": output.token_ids,
         "finish_reason": last.finish_reason,
         "num_prompt_tokens": statistics.num_prompt_tokens,
+        "num_prompt_tokens_reused": statistics.num_prompt_tokens_reused,
         "num_steps": statistics.num_steps,
         "num_drafts_proposed": statistics.num_drafts_proposed,
         "num_drafts_verified": statistics.num_drafts_verified,

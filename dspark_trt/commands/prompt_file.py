@@ -118,7 +118,8 @@ def result_lines(
     """What is written for each of the lines, as its prompt ends. The arguments are those of `generate_lines`."""
     prompts = (_prompt(deployment, line, given, is_chat=is_chat) for line in lines)
     num_ahead = 2 * deployment.recipe.max_requests  # the next prompt waits when a place becomes free
-    for index, result in generate_each(deployment.make_loop(scheduler), prompts, num_ahead=num_ahead):
+    loop = deployment.make_loop(scheduler, prefix_cache=deployment.recipe.prefix_cache)
+    for index, result in generate_each(loop, prompts, num_ahead=num_ahead):
         if isinstance(result, DSparkError):
             yield {"line": lines[index].number, "error": str(result).replace(f"prompt {index}: ", "")}
         else:

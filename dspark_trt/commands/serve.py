@@ -39,6 +39,14 @@ def serve(
     tls_certificate: Annotated[Path | None, typer.Option(help="OpenAI's API: PEM file with the chain.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="OpenAI's API: PEM file.")] = None,
     scheduler: SchedulerText = None,
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Reuse what another request computed of the same beginning  [default: the build's]",
+            show_default=False,
+        ),
+    ] = None,
     max_queued: Annotated[
         int | None,
         typer.Option(help="Requests that may wait for a row; more are refused  [default: 16 for each row]"),
@@ -83,6 +91,7 @@ def serve(
         metrics_port,
         resolve_address(address),
         scheduler,
+        prefix_cache,
         admission=AdmissionLimits(
             max_queued_requests=max_queued,
             max_queue_s=max_queue_time,

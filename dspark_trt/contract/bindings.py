@@ -19,7 +19,7 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | {group}.tokens | int64 [B, S] | packed index of each padded query; padding points at any token |
 | | {group}.past_lengths | int64 [B] | valid positions of the row; 0 for a row without tokens |
 | | {group}.query_lengths | int64 [B] | tokens of the row, 0 for a row without tokens |
-| | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | range of the pool |
+| | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | range of the pool; K and H are the layer's |
 | ingest | taps | float [T, M*D] | absent without tap layers |
 | | token_ids | int64 [T] | where the family reads ids (`DrafterDims.ingested_ids`) |
 | | last_tokens | int64 [R] | where rows have a state: packed index of each segment's last token |
@@ -160,9 +160,8 @@ def row_group(group: str) -> tuple[Binding, ...]:
 
 def caches(group: str, dims: TargetDims | DrafterDims) -> tuple[Binding, ...]:
     """Cache inputs: keys and values, layer after layer."""
-    shape = (f"B_{group}", *dims.cache.row_shape)
     return tuple(
-        Binding(name(group, layer), dims.element_type, shape)
+        Binding(name(group, layer), dims.element_type, (f"B_{group}", *dims.cache.row_shape_of(layer)))
         for layer in range(dims.cache.num_layers)
         for name in (key_cache, value_cache)
     )
@@ -231,11 +230,11 @@ def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
 
 def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
     """Every output of a draft graph that is the memory of `cache`."""
-    between: tuple[str, ...] = ()
-    if dims.attention != "standard":
-        slots = tuple(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1))
-        between = slots if dims.is_sequential else (cache_block_output(cache),)
-    return (cache_output(cache), *between)
+    if dims.is_sequential:
+        if dims.attention == "standard":
+            return ()  # slots stay in the graph, which only reads the caches
+        return (cache_output(cache), *(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1)))
+    return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
 
 
 def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:

@@ -7,6 +7,7 @@ Shape letters: `R` requests, `G` gamma, `T` packed tokens, `V` vocabulary, `D` h
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -40,10 +41,24 @@ class CacheDims:
     num_kv_heads: int  # K
     capacity: int  # C
     head_dim: int  # H
+    layer_heads: tuple[tuple[int, int], ...] = ()  # K and H of each layer, where they differ
 
     @property
     def row_shape(self) -> tuple[int, int, int]:
+        """[K, C, H] of every layer. Raises AssertionError where they differ."""
+        assert not self.layer_heads, "layers differ: ask for the shape of one"
         return (self.num_kv_heads, self.capacity, self.head_dim)
+
+    def row_shape_of(self, layer: int) -> tuple[int, int, int]:
+        """[K, C, H] of that layer."""
+        num_kv_heads, head_dim = self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
+        return (num_kv_heads, self.capacity, head_dim)
+
+    @property
+    def num_elements(self) -> int:
+        """Of the whole memory."""
+        of_rows = sum(math.prod(self.row_shape_of(layer)) for layer in range(self.num_layers))
+        return 2 * self.num_rows * of_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +163,19 @@ def host_attention(spec: DrafterSpec) -> Attention:
 def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int, attention: Attention) -> CacheDims:
     if attention == "standard":
         capacity = -(-capacity // TILE_POSITIONS) * TILE_POSITIONS
-    return CacheDims(spec.num_layers, limits.max_requests, spec.num_kv_heads, capacity, spec.head_dim)
+    shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
+    heads = tuple((shape.num_kv_heads, shape.head_dim) for shape in shapes)
+    num_kv_heads, head_dim = heads[0] if heads else (spec.num_kv_heads, spec.head_dim)
+    of_layers = heads if len(set(heads)) > 1 else ()
+    return CacheDims(spec.num_layers, limits.max_requests, num_kv_heads, capacity, head_dim, of_layers)
 
 
 def to_metadata(dims: TargetDims | DrafterDims) -> dict[str, str]:
     """What a graph carries so that an engine needs nothing but the graph."""
-    return {METADATA_KEY: json.dumps({"schema_version": SCHEMA_VERSION, **asdict(dims)})}
+    fields = asdict(dims)
+    if not dims.cache.layer_heads:
+        del fields["cache"]["layer_heads"]
+    return {METADATA_KEY: json.dumps({"schema_version": SCHEMA_VERSION, **fields})}
 
 
 def target_dims_from_metadata(metadata: dict[str, str], where: str) -> TargetDims:
@@ -173,4 +195,6 @@ def _fields(metadata: dict[str, str], where: str) -> dict[str, Any]:
             f"{where}: expected a graph with {METADATA_KEY} of version {SCHEMA_VERSION}, found {version}; "
             "run `dspark-trt build` again"
         )
-    return fields | {"limits": EngineLimits(**fields["limits"]), "cache": CacheDims(**fields["cache"])}
+    cache = fields["cache"]
+    heads = tuple((num_kv_heads, head_dim) for num_kv_heads, head_dim in cache.pop("layer_heads", ()))
+    return fields | {"limits": EngineLimits(**fields["limits"]), "cache": CacheDims(**cache, layer_heads=heads)}

@@ -7,6 +7,7 @@ What the runtime makes for a call (ids, rows, lengths, temperatures, uniforms, c
 An engine owns the KV memory as `max_requests` rows. The runtime says which row a request lives in and how many of the
 row's positions are valid (`past_lengths`); the engine never remembers lengths. A call writes K/V at positions
 [past, past + query_length) of each row; what lies behind the length that the runtime commits is overwritten later.
+Rows that a call does not name keep what they hold: the runtime reuses what ended requests left there.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ class TargetEngine(Protocol):
     def forward(self, batch: TargetBatch) -> TargetOutput: ...
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
-        """Copy the first `num_positions` of a row's K/V to another row."""
+        """Copy the first `num_positions` of a row's K/V to another row, where nothing that stood behind them counts any
+        more; `source` stays as it is, also where the copy fails. The same row twice: its first positions stay."""
         ...
 
 
@@ -172,7 +174,9 @@ class DraftEngine(Protocol):
         """A draft block, after `ingest` where there is one: in one call of the backend where it can."""
         ...
 
-    def move_row(self, source: int, destination: int, num_positions: int) -> None: ...
+    def move_row(self, source: int, destination: int, num_positions: int) -> None:
+        """As the target's, of the context."""
+        ...
 
 
 class StepEngine(Protocol):

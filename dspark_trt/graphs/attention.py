@@ -23,13 +23,8 @@ from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
-from dspark_trt.graphs.attention_slot import GqaSlotAttention
-from dspark_trt.graphs.attention_standard import (
-    StandardBlockAttention,
-    StandardCausalAttention,
-    StandardContext,
-    StandardSlotAttention,
-)
+from dspark_trt.graphs.attention_slot import GqaSlots, StandardSlots
+from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
 from dspark_trt.graphs.builder import GraphBuilder
 
 logger = logging.getLogger(__name__)
@@ -45,6 +40,14 @@ class AttentionEmitter(Protocol):
         ...
 
 
+class SlotAttention(Protocol):
+    """Attention of slots that are drafted one after the other."""
+
+    def at(self, slot: int, positions: str) -> AttentionEmitter:
+        """Of one slot, in their order; `positions` [R] of its tokens."""
+        ...
+
+
 class ContextEmitter(Protocol):
     """Cache writes of one graph that attends to nothing."""
 
@@ -55,13 +58,15 @@ class ContextEmitter(Protocol):
 
 def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
     """The wanted form, or `standard` where GroupQueryAttention does not take the head size; a warning says so."""
-    if wanted == "standard" or spec.head_dim % _GQA_HEAD_DIM_MULTIPLE == 0 or not spec.num_layers:
+    head_dims = {spec.shape_of(layer).head_dim for layer in range(spec.num_layers)}
+    unusable = sorted(each for each in head_dims if each % _GQA_HEAD_DIM_MULTIPLE)
+    if wanted == "standard" or not unusable:
         return wanted
     logger.warning(
         "the %s has head_dim %d, ONNX Runtime's GroupQueryAttention takes multiples of %d only: attention falls back "
         "to standard operators, whose cost follows max_seq_len",
         what,
-        spec.head_dim,
+        unusable[0],
         _GQA_HEAD_DIM_MULTIPLE,
     )
     return "standard"
@@ -72,7 +77,7 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     A row verifies `gamma` drafts at most."""
     match dims.attention:
         case "gqa":
-            return GqaAttention(builder, spec, bindings.TARGET_GROUPS)
+            return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS)
         case "standard":
             return StandardCausalAttention(builder, spec, dims, gamma=gamma)
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
@@ -97,25 +102,20 @@ def block_attention(
 def model_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> AttentionEmitter:
     """For a language model that drafts: as the target's, of one row group."""
     if dims.attention == "gqa":
-        return GqaAttention(builder, spec, (bindings.CONTEXT,))
+        return GqaAttention(builder, spec, dims.limits, (bindings.CONTEXT,))
     raise ExportError(
         f"head_dim: a language model that drafts needs a multiple of {_GQA_HEAD_DIM_MULTIPLE}, since the fallback of "
         f"attention is not made for it, found {spec.head_dim}; use another drafter"
     )
 
 
-def slot_attention(
-    builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, *, slot: int, positions: str
-) -> AttentionEmitter:
-    """For slot `slot` of dims.gamma that are drafted one after the other: a token sees all positions up to its own.
-
-    `positions` [R] of the slot's tokens.
-    """
+def slot_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> SlotAttention:
+    """For dims.gamma slots that are drafted one after the other, from any position of the context on."""
     match dims.attention:
         case "drafter":
-            return GqaSlotAttention(builder, spec, slot=slot, num_slots=dims.gamma, positions=positions)
+            return GqaSlots(builder, spec, num_slots=dims.gamma)
         case "standard":
-            return StandardSlotAttention(builder, spec, dims, slot=slot, num_slots=dims.gamma, positions=positions)
+            return StandardSlots(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 

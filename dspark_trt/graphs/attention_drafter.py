@@ -15,8 +15,9 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, BlockDrafterSpec, DecoderSpec
+from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, BlockDrafterSpec, DecoderSpec, LayerShape
 from dspark_trt.contract import bindings
+from dspark_trt.graphs.attention_gqa import score_attributes
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.rotary import split_query_key
 
@@ -33,14 +34,17 @@ class ScatterContext:
         self._spec = spec
         rows = builder.op("Unsqueeze", bindings.ROWS, builder.vector(1, 2))  # [T, 1, 1]
         positions = builder.op("Unsqueeze", bindings.POSITIONS, builder.vector(1, 2))
-        self._indices = _head_indices(builder, rows, positions, spec.num_kv_heads)  # [T, K, 3]
+        counts = dict.fromkeys(spec.shape_of(layer).num_kv_heads for layer in range(spec.num_layers))
+        self._indices = {count: _head_indices(builder, rows, positions, count) for count in counts}  # [T, K, 3]
 
     def append(self, layer: int, key: str, value: str) -> None:
-        shape = self._builder.vector(0, self._spec.num_kv_heads, self._spec.head_dim)
+        of_layer = self._spec.shape_of(layer)
+        shape = self._builder.vector(0, of_layer.num_kv_heads, of_layer.head_dim)
         for x, cache in ((key, bindings.key_cache), (value, bindings.value_cache)):
             name = cache(bindings.CONTEXT, layer)
             heads = self._builder.op("Reshape", x, shape)
-            self._builder.op("ScatterND", name, self._indices, heads, output=bindings.cache_output(name))
+            indices = self._indices[of_layer.num_kv_heads]
+            self._builder.op("ScatterND", name, indices, heads, output=bindings.cache_output(name))
 
 
 class FoldedBlockAttention:
@@ -53,12 +57,10 @@ class FoldedBlockAttention:
         self._spec = spec = drafter.decoder
         self._length = length
         with builder.scope("rows"):
-            self._indices = _head_indices(
-                builder,
-                builder.op("Unsqueeze", bindings.BLOCK_ROWS, builder.vector(1, 2, 3)),
-                builder.op("Reshape", positions, builder.vector(-1, length, 1, 1)),
-                spec.num_kv_heads,
-            )  # [R, G, K, 3]
+            rows = builder.op("Unsqueeze", bindings.BLOCK_ROWS, builder.vector(1, 2, 3))
+            places = builder.op("Reshape", positions, builder.vector(-1, length, 1, 1))
+            counts = dict.fromkeys(spec.shape_of(layer).num_kv_heads for layer in range(spec.num_layers))
+            self._indices = {count: _head_indices(builder, rows, places, count) for count in counts}  # [R, G, K, 3]
             self._row_requests = builder.op("Unsqueeze", bindings.ROW_REQUESTS, builder.vector(1))  # [B, 1]
             past = builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS)  # [B]
             last = builder.op("Add", past, builder.scalar(length - 1))
@@ -73,12 +75,13 @@ class FoldedBlockAttention:
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
-        query, key = split_query_key(builder, spec, query_key)
-        keys, last_key = self._write(bindings.key_cache(bindings.CONTEXT, layer), key)
-        values, last_value = self._write(bindings.value_cache(bindings.CONTEXT, layer), value)
+        shape = spec.shape_of(layer)
+        query, key = split_query_key(builder, spec, layer, query_key)
+        keys, last_key = self._write(bindings.key_cache(bindings.CONTEXT, layer), key, shape)
+        values, last_value = self._write(bindings.value_cache(bindings.CONTEXT, layer), value, shape)
         attended, _, _ = builder.multi_op(
             "GroupQueryAttention",
-            self._fold(query),
+            self._fold(query, shape.head_dim),
             last_key,
             last_value,
             keys,
@@ -96,9 +99,10 @@ class FoldedBlockAttention:
             ),
             domain=CONTRIB_DOMAIN,
             num_heads=spec.num_heads * self._length,
-            kv_num_heads=spec.num_kv_heads,
+            kv_num_heads=shape.num_kv_heads,
+            **score_attributes(spec, layer),
         )
-        return self._unfold(attended)
+        return self._unfold(attended, shape.head_dim)
 
     def _bias(self, form: BlockAttention, past: str, longest: str) -> str:
         """What is added to the scores of every folded head, [B, N * G, 1, J]; `past` [B] positions, `longest` [1]."""
@@ -121,33 +125,33 @@ class FoldedBlockAttention:
         folded = builder.vector(0, self._spec.num_heads * length, 1, -1)
         return builder.op("Reshape", of_heads, folded)
 
-    def _write(self, cache: str, x: str) -> tuple[str, str]:
+    def _write(self, cache: str, x: str, shape: LayerShape) -> tuple[str, str]:
         """The cache with the whole block [R * G, K * H] behind the context, and the last slot alone [B, 1, K * H].
 
         The operator has to be given at least one new position: it gets the last slot, which it writes a second time.
         """
-        builder, spec = self._builder, self._spec
-        heads = builder.op("Reshape", x, builder.vector(-1, self._length, spec.num_kv_heads, spec.head_dim))
-        written = builder.op("ScatterND", cache, self._indices, heads, output=bindings.cache_block_output(cache))
-        slots = builder.op("Reshape", x, builder.vector(-1, self._length, spec.num_kv_heads * spec.head_dim))
+        builder, count = self._builder, shape.num_kv_heads
+        heads = builder.op("Reshape", x, builder.vector(-1, self._length, count, shape.head_dim))
+        written = builder.op("ScatterND", cache, self._indices[count], heads, output=bindings.cache_block_output(cache))
+        slots = builder.op("Reshape", x, builder.vector(-1, self._length, count * shape.head_dim))
         last = builder.op("Gather", slots, builder.scalar(self._length - 1), axis=1)  # [R, K * H]
         return written, builder.op("Gather", last, self._row_requests, axis=0)
 
-    def _fold(self, query: str) -> str:
+    def _fold(self, query: str, head_dim: int) -> str:
         """[R * G, N * H] -> [B, 1, N * G * H]."""
         builder, spec = self._builder, self._spec
-        slots = builder.op("Reshape", query, builder.vector(-1, self._length, spec.num_heads, spec.head_dim))
+        slots = builder.op("Reshape", query, builder.vector(-1, self._length, spec.num_heads, head_dim))
         heads = builder.op("Transpose", slots, perm=[0, 2, 1, 3])
-        folded = builder.op("Reshape", heads, builder.vector(0, spec.num_heads * self._length * spec.head_dim))
+        folded = builder.op("Reshape", heads, builder.vector(0, spec.num_heads * self._length * head_dim))
         return builder.op("Gather", folded, self._row_requests, axis=0)
 
-    def _unfold(self, attended: str) -> str:
+    def _unfold(self, attended: str, head_dim: int) -> str:
         """[B, 1, N * G * H] -> [R * G, N * H]."""
         builder, spec = self._builder, self._spec
         blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)
-        heads = builder.op("Reshape", blocks, builder.vector(0, spec.num_heads, self._length, spec.head_dim))
+        heads = builder.op("Reshape", blocks, builder.vector(0, spec.num_heads, self._length, head_dim))
         slots = builder.op("Transpose", heads, perm=[0, 2, 1, 3])
-        return builder.op("Reshape", slots, builder.vector(-1, spec.num_heads * spec.head_dim))
+        return builder.op("Reshape", slots, builder.vector(-1, spec.num_heads * head_dim))
 
 
 def _head_indices(builder: GraphBuilder, rows: str, positions: str, num_kv_heads: int) -> str:

@@ -14,7 +14,9 @@ from onnx import TensorProto
 
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract import bindings
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+from dspark_trt.graphs.limits import window_in_rows
 
 _NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_length and query_seqlens
 
@@ -22,13 +24,15 @@ _NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_len
 class GqaAttention:
     """One attention call per row group and layer."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, groups: Iterable[str]) -> None:
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, limits: EngineLimits, groups: Iterable[str]) -> None:
         self._builder = builder
         self._spec = spec
+        self._windows = [window_in_rows(spec, layer, limits) for layer in range(spec.num_layers)]
         self._groups = [_Group(builder, group) for group in groups]
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
+        shape, window = spec.shape_of(layer), self._windows[layer]
         packed = builder.op("Concat", query_key, value, axis=1)  # one gather a group instead of three
         outputs = []
         for group in self._groups:
@@ -47,11 +51,22 @@ class GqaAttention:
                 outputs=(None, bindings.cache_output(keys), bindings.cache_output(values)),
                 domain=CONTRIB_DOMAIN,
                 num_heads=spec.num_heads,
-                kv_num_heads=spec.num_kv_heads,
+                kv_num_heads=shape.num_kv_heads,
+                **score_attributes(spec, layer, window),
             )
-            outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
+            outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * shape.head_dim)))
         slots = builder.op("Concat", *outputs, axis=0) if len(outputs) > 1 else outputs[0]
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
+
+
+def score_attributes(spec: DecoderSpec, layer: int, window: int | None = None) -> dict[str, int | float]:
+    """Attributes of the operator beside the numbers of heads, where they are not its defaults."""
+    attributes: dict[str, int | float] = {}
+    if spec.gemma is not None:
+        attributes["scale"] = spec.score_scale_of(layer)
+    if window is not None:
+        attributes["local_window_size"] = window  # the query's own position is counted, since ONNX Runtime 1.23
+    return attributes
 
 
 class _Group:

@@ -9,15 +9,14 @@ follows the capacity of a row, not its live length.
 Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides
 what is there, but a NaN of another request would get through it (0 * NaN).
 
-A window has no kernel: there the operators of the body stand in the graph, with a mask that has a lower bound too.
+A window shorter than a row has no kernel: there the operators of the body stand in the graph, with a mask that has a
+lower bound too.
 
 Shape letters: `T` packed tokens, `R` requests, `G` positions of a block, `B` rows and `S` padded query length of a
 group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import numpy as np
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
@@ -26,13 +25,11 @@ from dspark_trt_plugins.row_attention.function_body import row_attention_functio
 from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
-from dspark_trt.graphs.attention_slot import slot_cache
+from dspark_trt.graphs.attention_masked import Attend, masked_attention
 from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.limits import window_in_rows
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
-
-Attend = Callable[[str, str, str], str]  # queries [B, N, S, H], keys and values [B, K, C, H] -> [B, N, S, H]
-CacheNames = Callable[[str], tuple[str, str]]
 
 
 class StandardCausalAttention:
@@ -41,7 +38,8 @@ class StandardCausalAttention:
     def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> None:
         self._builder = builder
         self._spec = spec
-        self._groups: list[tuple[_Rows, Attend]] = []
+        self._groups: list[tuple[_Rows, dict[int | None, Attend]]] = []
+        self._windows = [window_in_rows(spec, layer, dims.limits) for layer in range(spec.num_layers)]
         for group in bindings.TARGET_GROUPS:
             tokens = bindings.group_tokens(group)
             past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
@@ -54,16 +52,19 @@ class StandardCausalAttention:
                 )
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
                 num_slots = gamma + 1 if group == bindings.DECODE else dims.limits.max_batch_tokens
-                attend = _live_attention(builder, spec, dims, last_seen, num_slots=num_slots)
-                self._groups.append((_Rows(builder, spec, dims, group, tokens, past, query), attend))
+                attends = {
+                    window: _causal_attention(builder, spec, dims, window, last_seen, num_slots=num_slots)
+                    for window in dict.fromkeys(self._windows)
+                }
+                self._groups.append((_Rows(builder, spec, dims, group, tokens, past, query), attends))
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
-        query, key = split_query_key(builder, spec, query_key)
-        outputs = []
-        for rows, attend in self._groups:
-            attended = rows.attend(layer, query, key, value, attend)  # [B, S, N * H]
-            outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * spec.head_dim)))
+        query, key = split_query_key(builder, spec, layer, query_key)
+        width, outputs = spec.num_heads * spec.shape_of(layer).head_dim, []
+        for rows, attends in self._groups:
+            attended = rows.attend(layer, query, key, value, attends[self._windows[layer]])  # [B, S, N * H]
+            outputs.append(builder.op("Reshape", attended, builder.vector(-1, width)))
         slots = builder.op("Concat", *outputs, axis=0)
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
 
@@ -99,52 +100,18 @@ class StandardBlockAttention:
                 "Expand", builder.op("Unsqueeze", row_last, builder.vector(1)), builder.vector(1, length)
             )
         if form.window is None:
-            return _live_attention(builder, self._spec, dims, last_seen, num_slots=length)
+            return _causal_attention(builder, self._spec, dims, None, last_seen, num_slots=length)
         begin = positions if form.window_from == "slot" else builder.op("Unsqueeze", row_past, builder.vector(1))
         reach = form.window - 1 if form.window_from == "slot" else form.window
         first_seen = builder.op("Sub", begin, builder.scalar(reach))  # [B, G] or [B, 1]
-        return _window_attention(builder, self._spec, dims, first_seen, last_seen)
+        return masked_attention(builder, self._spec, dims, first_seen, last_seen)
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
-        query, key = split_query_key(builder, spec, query_key)
+        query, key = split_query_key(builder, spec, layer, query_key)
         attended = self._rows.attend(layer, query, key, value, self._attends[self._drafter.attention_of(layer)])
         blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)  # [R, G, N * H]
-        return builder.op("Reshape", blocks, builder.vector(-1, spec.num_heads * spec.head_dim))
-
-
-class StandardSlotAttention:
-    """A query of one token a request, behind those that the slots before it have written."""
-
-    def __init__(
-        self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, *, slot: int, num_slots: int, positions: str
-    ) -> None:
-        """`positions` [R] of the slot's tokens."""
-        self._builder = builder
-        self._spec = spec
-        with builder.scope("rows"):
-            query = bindings.ROW_QUERY_LENGTHS
-            row_past = builder.op("Mul", builder.op("Gather", positions, bindings.ROW_REQUESTS), query)  # [B]
-            last_seen = builder.op("Unsqueeze", row_past, builder.vector(1))  # [B, 1]
-            tokens = builder.op("Unsqueeze", bindings.ROW_REQUESTS, builder.vector(1))
-            self._attend = _live_attention(builder, spec, dims, last_seen, num_slots=1)
-            self._rows = _Rows(
-                builder,
-                spec,
-                dims,
-                bindings.CONTEXT,
-                tokens,
-                row_past,
-                query,
-                names=lambda cache: slot_cache(cache, slot, num_slots),
-            )
-
-    def attend(self, layer: int, query_key: str, value: str) -> str:
-        builder, spec = self._builder, self._spec
-        query, key = split_query_key(builder, spec, query_key)
-        attended = self._rows.attend(layer, query, key, value, self._attend)  # [B, 1, N * H]
-        of_requests = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)
-        return builder.op("Reshape", of_requests, builder.vector(-1, spec.num_heads * spec.head_dim))
+        return builder.op("Reshape", blocks, builder.vector(-1, spec.num_heads * spec.shape_of(layer).head_dim))
 
 
 class StandardContext:
@@ -171,16 +138,12 @@ class _Rows:
         tokens: str,
         past_lengths: str,
         query_lengths: str,
-        *,
-        names: CacheNames = lambda cache: (cache, bindings.cache_output(cache)),
     ) -> None:
-        """`tokens` [B, S]; `past_lengths` and `query_lengths` [B], where 0 is a row without tokens. `names`: under
-        which a cache is read, and under which it has been written."""
+        """`tokens` [B, S]; `past_lengths` and `query_lengths` [B], where 0 is a row without tokens."""
         self._builder = builder
         self._spec = spec
         self._group = group
         self._tokens = tokens
-        self._names = names
         is_idle = builder.op("Equal", query_lengths, builder.scalar(0))
         self._begin = builder.op("Where", is_idle, builder.scalar(dims.limits.max_seq_len), past_lengths)
         self._is_idle = builder.op("Unsqueeze", is_idle, builder.vector(1, 2, 3))  # [B, 1, 1, 1]
@@ -188,27 +151,46 @@ class _Rows:
 
     def write(self, layer: int, key: str, value: str) -> tuple[str, str]:
         """[T, K * H] each -> the caches [B, K, C, H] that hold them."""
-        written = []
+        written, shape = [], self._spec.shape_of(layer)
         for x, cache in ((key, bindings.key_cache), (value, bindings.value_cache)):
-            source, output = self._names(cache(self._group, layer))
-            padded = self._builder.op("Where", self._is_idle, self._zero, self._pad(x, self._spec.num_kv_heads))
-            written.append(self._builder.op("TensorScatter", source, padded, self._begin, axis=2, output=output))
+            name = cache(self._group, layer)
+            padded = self._pad(x, shape.num_kv_heads, shape.head_dim)
+            padded = self._builder.op("Where", self._is_idle, self._zero, padded)
+            written.append(
+                self._builder.op("TensorScatter", name, padded, self._begin, axis=2, output=bindings.cache_output(name))
+            )
         return written[0], written[1]
 
     def attend(self, layer: int, query: str, key: str, value: str, attend: Attend) -> str:
         """[T, ...] -> [B, S, N * H]."""
         keys, values = self.write(layer, key, value)
-        attended = attend(self._pad(query, self._spec.num_heads), keys, values)  # [B, N, S, H]
+        num_heads, head_dim = self._spec.num_heads, self._spec.shape_of(layer).head_dim
+        attended = attend(layer, self._pad(query, num_heads, head_dim), keys, values)  # [B, N, S, H]
         slots = self._builder.op("Transpose", attended, perm=[0, 2, 1, 3])
-        return self._builder.op(
-            "Reshape", slots, self._builder.vector(0, 0, self._spec.num_heads * self._spec.head_dim)
-        )
+        return self._builder.op("Reshape", slots, self._builder.vector(0, 0, num_heads * head_dim))
 
-    def _pad(self, x: str, num_heads: int) -> str:
+    def _pad(self, x: str, num_heads: int, head_dim: int) -> str:
         """[T, heads * H] -> [B, heads, S, H]."""
         padded = self._builder.op("Gather", x, self._tokens, axis=0)
-        slots = self._builder.op("Reshape", padded, self._builder.vector(0, 0, num_heads, self._spec.head_dim))
+        slots = self._builder.op("Reshape", padded, self._builder.vector(0, 0, num_heads, head_dim))
         return self._builder.op("Transpose", slots, perm=[0, 2, 1, 3])
+
+
+def _causal_attention(
+    builder: GraphBuilder,
+    spec: DecoderSpec,
+    dims: TargetDims | DrafterDims,
+    window: int | None,
+    last_seen: str,
+    *,
+    num_slots: int,
+) -> Attend:
+    """Each query sees the positions up to `last_seen` [B, S], the last `window` of them where there is one."""
+    if window is None and spec.gemma is None:
+        return _live_attention(builder, spec, dims, last_seen, num_slots=num_slots)
+    # the kernel knows neither a window nor another scale
+    first_seen = None if window is None else builder.op("Sub", last_seen, builder.scalar(window - 1))
+    return masked_attention(builder, spec, dims, first_seen, last_seen)
 
 
 def _live_attention(
@@ -225,26 +207,11 @@ def _live_attention(
     )
     function = row_attention_function(form)
 
-    def attend(query: str, keys: str, values: str) -> str:
+    def attend(layer: int, query: str, keys: str, values: str) -> str:
         name = builder.fresh("RowAttention")
         attended = f"{name}:0"
         builder.node(row_attention_node(form, [query, keys, values, last_seen], [attended], name=name), function)
         return attended
-
-    return attend
-
-
-def _window_attention(
-    builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, first_seen: str, last_seen: str
-) -> Attend:
-    """Each query sees the positions from `first_seen` to `last_seen`, both [B, S] or of that shape when broadcast."""
-    positions = builder.constant(np.arange(dims.cache.capacity, dtype=np.int64))
-    is_live = builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
-    is_near = builder.op("GreaterOrEqual", positions, builder.op("Unsqueeze", first_seen, builder.vector(1, 3)))
-    mask = builder.op("And", is_live, is_near)  # [B, 1, S, C]
-
-    def attend(query: str, keys: str, values: str) -> str:
-        return builder.op("Attention", query, keys, values, mask, scale=spec.head_dim**-0.5)
 
     return attend
 

@@ -1,5 +1,4 @@
-"""What target and drafter share: Linear layers, norms, and the parts of a decoder layer.
-Llama and Qwen3 dense families.
+"""What target and drafter share: norms, and the parts of a decoder layer.
 
 Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head dim.
 """
@@ -7,94 +6,17 @@ Shape letters: `T` packed tokens, `D` hidden, `N`/`K` query/KV heads, `H` head d
 from __future__ import annotations
 
 import numpy as np
-from onnx import TensorProto
 
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract.dims import FloatType
 from dspark_trt.graphs.attention import AttentionEmitter
-from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
-from dspark_trt.graphs.numbers import Numbers
-from dspark_trt.graphs.quantize import ACCURACY_LEVEL, BLOCK_SIZE, LinearBits
+from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.experts import Experts
+from dspark_trt.graphs.linears import Linears
+from dspark_trt.graphs.numbers import NUMPY_TYPES, Numbers
+from dspark_trt.graphs.quantize import LinearBits
 from dspark_trt.graphs.rotary import Rotary
 from dspark_trt.graphs.weights import TensorSource
-
-
-class Linears:
-    """Linear layers on packed tokens, from one source of weights and in one precision."""
-
-    def __init__(
-        self,
-        builder: GraphBuilder,
-        source: TensorSource,
-        bits: LinearBits,
-        element_type: FloatType,
-        *,
-        is_read_again: bool = False,
-    ) -> None:
-        """`element_type` of weights and biases; that of block scales and of what goes in and out.
-
-        is_read_again: several nodes of the graph read each weight. ONNX Runtime would pack it once for each of them, as
-        many copies in memory; float32 weights that can be overridden stay memory-mapped, as they are.
-        """
-        self._builder = builder
-        self._source = source
-        self._bits = bits
-        self._element_type = element_type
-        self._is_overridable = is_read_again and element_type == "float32"  # in 16 bits TensorRT takes it for an input
-
-    def __call__(self, x: str, weight: str, *, bias: str | None = None, output: str | None = None) -> str:
-        """x [T, in], weight [out, in] -> [T, out]. Weights keep the checkpoint's layout, so that none is copied."""
-        extra = [] if bias is None else [self._tensor(bias)]
-        if self._bits is None:
-            return self._builder.op("Gemm", x, self._tensor(weight), *extra, transB=1, output=output)
-        if self._bits == "rows":
-            product = self._by_rows(x, weight, output=None if extra else output)
-            return self._builder.op("Add", product, *extra, output=output) if extra else product
-        blocks, scales = self._source.blocks(weight, self._bits)
-        out_features, in_features = self._source.shape(weight)
-        product = self._builder.op(
-            "MatMulNBits",
-            x,
-            self._builder.initializer(blocks),
-            self._builder.initializer(scales),
-            domain=CONTRIB_DOMAIN,
-            K=in_features,
-            N=out_features,
-            bits=self._bits,
-            block_size=BLOCK_SIZE,
-            accuracy_level=ACCURACY_LEVEL,
-            output=None if extra else output,
-        )
-        return self._builder.op("Add", product, *extra, output=output) if extra else product
-
-    def _by_rows(self, x: str, weight: str, *, output: str | None) -> str:
-        """Activations of each row in eight bits around 128, integer product, then the scales of output and row.
-
-        Not `DynamicQuantizeMatMul`, which takes one scale for the whole tensor: a row would depend on its neighbours.
-        """
-        builder = self._builder
-        integers, scales = self._source.rows(weight)
-        largest = builder.op("ReduceMax", builder.op("Abs", x), builder.vector(-1), keepdims=1)
-        row_scale = builder.op("Div", builder.op("Max", largest, _float(builder, 1e-12)), _float(builder, 127))
-        shifted = builder.op("Add", builder.op("Round", builder.op("Div", x, row_scale)), _float(builder, 128))
-        product = builder.op(
-            "MatMulIntegerToFloat",
-            builder.op("Cast", shifted, to=TensorProto.UINT8),
-            builder.initializer(integers),
-            _float(builder, 1),
-            builder.initializer(scales),
-            builder.constant(np.array(128, np.uint8)),
-            domain=CONTRIB_DOMAIN,
-        )
-        return builder.op("Mul", product, row_scale, output=output)
-
-    def _tensor(self, name: str) -> str:
-        tensor = self._source.tensor(name, self._element_type)
-        return self._builder.initializer(tensor, can_be_overridden=self._is_overridable and len(tensor.dims) > 1)
-
-
-def _float(builder: GraphBuilder, value: float) -> str:
-    return builder.constant(np.array(value, np.float32))
 
 
 class DecoderParts:
@@ -110,49 +32,88 @@ class DecoderParts:
         bits: LinearBits,
         positions: str,
         num_positions: int,
+        experts: Experts | None = None,
         is_read_again: bool = False,
     ) -> None:
-        """`positions` [T] of the packed tokens, all below `num_positions`; `is_read_again` as in `Linears`."""
+        """`positions` [T] of the packed tokens, all below `num_positions`; `is_read_again` as in `Linears`.
+
+        `experts`: where the spec has some.
+        """
         self._builder = builder
         self._spec = spec
         self._source = source
         self._numbers = numbers
+        self._experts = experts
         self._linear = Linears(builder, source, bits, numbers.model, is_read_again=is_read_again)
-        self._rotary = Rotary(builder, spec, numbers, positions, num_positions)
+        self._projections: dict[tuple[int, str, str], str] = {}
+        shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
+        forms = dict.fromkeys((shape.rope, shape.head_dim) for shape in shapes)
+        rotaries = {form: Rotary(builder, *form, numbers, positions, num_positions) for form in forms}
+        self._rotaries = [rotaries[shape.rope, shape.head_dim] for shape in shapes]
+
+    def embedded(self, x: str) -> str:
+        """Rows of the embedding [T, D] -> what goes into the first layer."""
+        if self._spec.gemma is None:
+            return x
+        scale = np.full(1, self._spec.hidden_size**0.5, np.float32)
+        return self._builder.op("Mul", x, self._builder.constant(self._numbers.table(scale)))
 
     def layer(self, layer: int, x: str, attention: AttentionEmitter) -> str:
         """One whole decoder layer: its raw output, [T, D] -> [T, D]."""
         with self._builder.scope(f"layers.{layer}"):
             normed = self.norm(x, f"layers.{layer}.input_layernorm")
             attended = attention.attend(layer, self.query_key(layer, normed), self.value(layer, normed))
+            if self._spec.gemma is not None:
+                return self._gemma_halves(layer, x, attended)
             x = self._builder.op("Add", x, self.attention_output(layer, attended))
             mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm"))
             return self._builder.op("Add", x, mlp)
 
+    def _gemma_halves(self, layer: int, x: str, attended: str) -> str:
+        """Both halves of a layer, each with a norm before and behind, and the scale of the layer's output."""
+        name = f"layers.{layer}"
+        output = self.norm(self.attention_output(layer, attended), f"{name}.post_attention_layernorm")
+        x = self._builder.op("Add", x, output)
+        mlp = self.mlp(layer, self.norm(x, f"{name}.pre_feedforward_layernorm"))
+        x = self._builder.op("Add", x, self.norm(mlp, f"{name}.post_feedforward_layernorm"))
+        scale = self._builder.initializer(self._source.tensor(f"{name}.layer_scalar", self._numbers.model))
+        return self._builder.op("Mul", x, scale)
+
     def norm(self, x: str, module: str, *, source: FloatType | None = None) -> str:
         """RMS norm over the last dimension, computed in float32, of `x` in the nominal type `source` (None:
         the model's)."""
-        numbers = self._numbers
         weight = self._builder.initializer(self._source.tensor(f"{module}.weight", "float32"))
+        return self._norm_by(x, weight, source)
+
+    def _norm_by(self, x: str, weight: str, source: FloatType | None = None) -> str:
+        numbers = self._numbers
         wide = numbers.cast(self._builder, x, source or numbers.model, "float32")
         normed = self._builder.op("RMSNormalization", wide, weight, axis=-1, epsilon=self._spec.rms_norm_eps)
         return numbers.cast(self._builder, normed, "float32", numbers.model)
 
     def query_key(self, layer: int, x: str) -> str:
         """[T, D] -> [T, (N + K) * H], normalised per head where the family does so, and rotated."""
-        spec = self._spec
-        query = self._head_norm(layer, "q", self._project(layer, "q", x), spec.num_heads)
-        key = self._head_norm(layer, "k", self._project(layer, "k", x), spec.num_kv_heads)
-        return self._rotary.rotate(self._builder.op("Concat", query, key, axis=1), spec.num_heads + spec.num_kv_heads)
+        num_heads, num_kv_heads = self._spec.num_heads, self._spec.shape_of(layer).num_kv_heads
+        query = self._head_norm(layer, "q", self._project(layer, "q", x), num_heads)
+        key = self._head_norm(layer, "k", self._project(layer, "k", x), num_kv_heads)
+        both = self._builder.op("Concat", query, key, axis=1)
+        return self._rotaries[layer].rotate(both, num_heads + num_kv_heads)
 
     def key(self, layer: int, x: str) -> str:
         """[T, D] -> [T, K * H], normalised per head where the family does so, and rotated."""
-        normed = self._head_norm(layer, "k", self._project(layer, "k", x), self._spec.num_kv_heads)
-        return self._rotary.rotate(normed, self._spec.num_kv_heads)
+        num_kv_heads = self._spec.shape_of(layer).num_kv_heads
+        normed = self._head_norm(layer, "k", self._project(layer, "k", x), num_kv_heads)
+        return self._rotaries[layer].rotate(normed, num_kv_heads)
 
     def value(self, layer: int, x: str) -> str:
         """[T, D] -> [T, K * H]."""
-        return self._project(layer, "v", x)
+        shape = self._spec.shape_of(layer)
+        projected = self._project(layer, "k" if shape.is_value_of_key else "v", x)
+        if self._spec.gemma is None:
+            return projected
+        heads = self._builder.op("Reshape", projected, self._builder.vector(0, shape.num_kv_heads, shape.head_dim))
+        normed = self._norm_by(heads, self._builder.constant(np.ones(shape.head_dim, np.float32)))
+        return self._builder.op("Reshape", normed, self._builder.vector(0, shape.num_kv_heads * shape.head_dim))
 
     def attention_output(self, layer: int, attended: str) -> str:
         """[T, N * H] -> [T, D]."""
@@ -160,16 +121,24 @@ class DecoderParts:
         return self._linear(attended, f"{module}.weight", bias=f"{module}.bias" if self._spec.has_o_bias else None)
 
     def mlp(self, layer: int, x: str) -> str:
-        """[T, D] -> [T, D]: down(silu(gate(x)) * up(x)), x already normalised."""
+        """[T, D] -> [T, D]: down(activation(gate(x)) * up(x)), or that of experts; x already normalised."""
+        if self._experts is not None and self._spec.experts_of(layer) is not None:
+            return self._experts.mlp(layer, x)
         gate = self._mlp_linear(layer, "gate_proj", x)
-        # not the operator Swish: ONNX Runtime expands it into four nodes, this pair becomes one
-        activated = self._builder.op("Mul", gate, self._builder.op("Sigmoid", gate))
+        if self._spec.gemma is not None:
+            activated = self._builder.op("Gelu", gate, approximate="tanh")
+        else:  # not the operator Swish: ONNX Runtime expands it into four nodes, this pair becomes one
+            activated = self._builder.op("Mul", gate, self._builder.op("Sigmoid", gate))
         gated = self._builder.op("Mul", activated, self._mlp_linear(layer, "up_proj", x))
         return self._mlp_linear(layer, "down_proj", gated)
 
     def _project(self, layer: int, which: str, x: str) -> str:
-        module = f"layers.{layer}.self_attn.{which}_proj"
-        return self._linear(x, f"{module}.weight", bias=f"{module}.bias" if self._spec.has_qkv_bias else None)
+        key = (layer, which, x)
+        if key not in self._projections:
+            module = f"layers.{layer}.self_attn.{which}_proj"
+            bias = f"{module}.bias" if self._spec.has_qkv_bias else None
+            self._projections[key] = self._linear(x, f"{module}.weight", bias=bias)
+        return self._projections[key]
 
     def _mlp_linear(self, layer: int, which: str, x: str) -> str:
         module = f"layers.{layer}.mlp.{which}"
@@ -178,7 +147,15 @@ class DecoderParts:
     def _head_norm(self, layer: int, which: str, x: str, num_heads: int) -> str:
         if not self._spec.has_qk_norm:
             return x
-        head_dim = self._spec.head_dim
+        head_dim = self._spec.shape_of(layer).head_dim
         heads = self._builder.op("Reshape", x, self._builder.vector(0, num_heads, head_dim))
         normed = self.norm(heads, f"layers.{layer}.self_attn.{which}_norm")
         return self._builder.op("Reshape", normed, self._builder.vector(0, num_heads * head_dim))
+
+
+def softcapped(
+    builder: GraphBuilder, logits: str, cap: float, element_type: FloatType, output: str | None = None
+) -> str:
+    """Logits of that element type brought into (-cap, cap): cap * tanh(logits / cap)."""
+    scale = builder.constant(np.array(cap, NUMPY_TYPES[element_type]))
+    return builder.op("Mul", builder.op("Tanh", builder.op("Div", logits, scale)), scale, output=output)

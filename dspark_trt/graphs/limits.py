@@ -24,3 +24,9 @@ def check_limits(limits: EngineLimits, spec: DecoderSpec, *, gamma: int, what: s
             f"max_batch_tokens {limits.max_batch_tokens} cannot hold an anchor and its {gamma} drafts (gamma of the "
             f"drafter); raise --max-batch-tokens to {gamma + 1} or more"
         )
+
+
+def window_in_rows(spec: DecoderSpec, layer: int, limits: EngineLimits) -> int | None:
+    """That of a target's layer; None for one that no row outgrows: the layer sees everything then."""
+    window = spec.window_of(layer)
+    return None if window is None or window >= limits.max_seq_len else window

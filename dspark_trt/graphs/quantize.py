@@ -62,8 +62,12 @@ def quantize_blocks(weight: NDArray[np.generic], bits: int) -> tuple[NDArray[np.
     """Quantise a weight [out, in].
 
     Returns blocks [out, num_blocks, BLOCK_SIZE * bits / 8] uint8 (four bits: two values a byte, the first in the low
-    half) and scales [out, num_blocks] float32. The last block is padded with zeros.
+    half) and scales [out, num_blocks] float32. The last block is padded with zeros. Of a stack [E, out, in], blocks are
+    [E, out, num_blocks * BLOCK_SIZE * bits / 8] and scales [E, out, num_blocks].
     """
+    if weight.ndim == 3:  # of experts
+        parts = [quantize_blocks(each, bits) for each in weight]
+        return np.stack([blocks.reshape(len(blocks), -1) for blocks, _ in parts]), np.stack([each for _, each in parts])
     rows, columns = weight.shape
     num_blocks = -(-columns // BLOCK_SIZE)
     blocks = np.empty((rows, num_blocks, BLOCK_SIZE * bits // 8), np.uint8)

@@ -13,7 +13,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies
+from dspark_trt.checkpoints.rope import llama3_frequencies, plain_frequencies, proportional_frequencies
 from dspark_trt.checkpoints.spec import RopeSpec
 
 Float64 = NDArray[np.float64]
@@ -40,6 +40,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Float64:
             return plain / rope.factor
         case "llama3":
             return llama3_frequencies(rope, plain)
+        case "proportional":
+            return proportional_frequencies(rope, plain)
         case "yarn":
             return _yarn(rope, plain, head_dim)
 

@@ -8,7 +8,7 @@ have the model's element type, to which transformers casts them too.
 
 from __future__ import annotations
 
-from dspark_trt.checkpoints.spec import DecoderSpec
+from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.numbers import Numbers
 from dspark_trt.graphs.rope import rope_tables
@@ -18,10 +18,16 @@ class Rotary:
     """Rotates heads of T packed tokens at `positions` [T], all below `num_positions`."""
 
     def __init__(
-        self, builder: GraphBuilder, spec: DecoderSpec, numbers: Numbers, positions: str, num_positions: int
+        self,
+        builder: GraphBuilder,
+        rope: RopeSpec,
+        head_dim: int,
+        numbers: Numbers,
+        positions: str,
+        num_positions: int,
     ) -> None:
         self._builder = builder
-        cos, sin = rope_tables(spec.rope, head_dim=spec.head_dim, num_positions=num_positions)
+        cos, sin = rope_tables(rope, head_dim=head_dim, num_positions=num_positions)
         self._cos, self._sin = builder.constant(numbers.table(cos)), builder.constant(numbers.table(sin))
         self._positions = builder.op("Unsqueeze", positions, builder.vector(1))  # [T, 1]
 
@@ -35,8 +41,9 @@ class Rotary:
         return self._builder.op("Squeeze", rotated, axis)
 
 
-def split_query_key(builder: GraphBuilder, spec: DecoderSpec, query_key: str) -> tuple[str, str]:
+def split_query_key(builder: GraphBuilder, spec: DecoderSpec, layer: int, query_key: str) -> tuple[str, str]:
     """[T, (N + K) * H] -> queries [T, N * H] and keys [T, K * H]."""
-    sizes = builder.vector(spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim)
+    shape = spec.shape_of(layer)
+    sizes = builder.vector(spec.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim)
     query, key = builder.multi_op("Split", query_key, sizes, axis=1, outputs=(None, None))
     return query, key

@@ -16,8 +16,10 @@ from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention import causal_attention, usable_form
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import DecoderParts, Linears
+from dspark_trt.graphs.decoder import DecoderParts, softcapped
+from dspark_trt.graphs.experts import Experts
 from dspark_trt.graphs.limits import check_limits
+from dspark_trt.graphs.linears import Linears
 from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import Quantisation, quantisation
 from dspark_trt.graphs.weights import TensorSource, WeightFolder
@@ -59,7 +61,11 @@ def write_target_graph(
     dims = target_dims(spec, num_taps=len(taps), limits=limits, attention=form, element_type=numbers.model)
     builder = GraphBuilder("target")
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
-        _emit(builder, spec, dims, taps, weights, quantisation(precision), numbers, gamma, norm_last_tap)
+        bits = quantisation(precision)
+        experts = None
+        if (experts_spec := spec.decoder.experts) is not None:
+            experts = Experts(builder, experts_spec, weights, numbers, bits=bits.target_layers, attention=attention)
+        _emit(builder, spec, dims, taps, weights, bits, numbers, gamma, norm_last_tap, experts)
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
 
 
@@ -78,6 +84,7 @@ def _emit(
     numbers: Numbers,
     gamma: int,
     norm_last_tap: bool,
+    experts: Experts | None,
 ) -> None:
     for binding in bindings.target_inputs(dims):
         builder.input(binding)
@@ -91,10 +98,11 @@ def _emit(
         bits=bits.target_layers,
         positions=bindings.POSITIONS,
         num_positions=dims.limits.max_seq_len,
+        experts=experts,
     )
     attention = causal_attention(builder, spec.decoder, dims, gamma=gamma)
     embedding = builder.initializer(weights.tensor(EMBEDDING, dims.element_type))
-    x = builder.op("Gather", embedding, bindings.TOKEN_IDS, axis=0)
+    x = parts.embedded(builder.op("Gather", embedding, bindings.TOKEN_IDS, axis=0))
     outputs = {EMBEDDING_OUTPUT: x}
     last_layer = spec.decoder.num_layers - 1
     for layer in range(spec.decoder.num_layers):
@@ -106,6 +114,10 @@ def _emit(
         builder.op("Concat", *(outputs[layer] for layer in taps), axis=1, output=bindings.TAPS)
     wanted = builder.op("Gather", x, bindings.LOGIT_ROWS, axis=0)  # [L, D]
     head = Linears(builder, weights, bits.head, dims.element_type)
-    is_cast = numbers.model != "float32"
-    logits = head(parts.norm(wanted, "norm"), head_weight(spec), output=None if is_cast else bindings.LOGITS)
-    numbers.cast(builder, logits, numbers.model, "float32", output=bindings.LOGITS)
+    cap, is_cast = spec.decoder.logit_softcap, numbers.model != "float32"
+    is_last = not is_cast and cap is None
+    logits = head(parts.norm(wanted, "norm"), head_weight(spec), output=bindings.LOGITS if is_last else None)
+    is_last = cap is None
+    logits = numbers.cast(builder, logits, numbers.model, "float32", output=bindings.LOGITS if is_last else None)
+    if cap is not None:
+        softcapped(builder, logits, cap, "float32", output=bindings.LOGITS)

@@ -65,13 +65,14 @@ def overlay_model_repo(
     admission: str = "{}",
     control_socket: str = "",
     step_table: str = "",
+    prefix_cache: str = "",
 ) -> None:
     """The repository of a build as this package serves it, in the empty folder `destination`.
 
     All of it is written by this package: of the build's own repository, only the name of its engine model and, where
     `scheduler` is None, its scheduler are read. So a model, a backend or code that somebody put there is never run.
-    `admission`, `control_socket` and `step_table` as in `model_configs`. Raises ManifestError when the build has no
-    repository of ours.
+    `admission`, `control_socket`, `step_table` and `prefix_cache` as in `model_configs`. Raises ManifestError when the
+    build has no repository of ours.
     """
     engine_model_name, found = _read_repository(build_dir)
     _write_models(
@@ -83,6 +84,7 @@ def overlay_model_repo(
             admission=admission,
             control_socket=control_socket,
             step_table=step_table,
+            prefix_cache=prefix_cache,
         ),
     )
 

@@ -70,6 +70,7 @@ ENGINE_FIELDS = (
     Field("max_verify_len", "INT32"),
     Field("timeout_ms", "INT32"),
     Field("priority", "INT32"),
+    Field("cache_salt", "STRING"),
     Field("probe", "BOOL"),
     Field("return_log_probs", "BOOL"),
     Field("return_perf_metrics", "BOOL"),
@@ -119,6 +120,7 @@ ENGINE_OUTPUTS = (
     Tensor("total_draft_tokens", "INT32"),  # verified
     Tensor("total_accepted_draft_tokens", "INT32"),
     Tensor("num_steps", "INT32"),  # only here: verification steps
+    Tensor("num_cached_tokens", "INT32"),  # only here: of the prompt, reused from another request; on the last response
 )
 
 # What the ensemble takes from the engine model: few tensors, because each costs time in the engine's process. The
@@ -134,6 +136,7 @@ PACKED_OUTPUTS = (
     "total_draft_tokens",
     "total_accepted_draft_tokens",
     "num_steps",
+    "num_cached_tokens",
 )
 # that the ensemble does not have
 _INNER_OUTPUTS = ("output_ids", "sequence_length", "text", "handle", "top_token_ids", "top_log_probs")
@@ -158,10 +161,12 @@ def model_configs(
     admission: str = "{}",
     control_socket: str = "",
     step_table: str = "",
+    prefix_cache: str = "",
 ) -> tuple[ModelConfig, ...]:
     """The four models. `build_directory` is absolute or relative to a model's folder; `scheduler` as in
     `parse_scheduler`; `admission` the AdmissionLimits that differ from the defaults, as JSON; `control_socket` where a
-    supervisor asks; `step_table` a file to price steps by in place of the build's own.
+    supervisor asks; `step_table` a file to price steps by in place of the build's own; `prefix_cache` "on" or "off" in
+    place of what the build says.
     """
     engine = ModelConfig(
         name=engine_model_name,
@@ -180,6 +185,7 @@ def model_configs(
             "admission": admission,
             "control_socket": control_socket,
             "step_table": step_table,
+            "prefix_cache": prefix_cache,
         },
     )
     preprocessing = ModelConfig(

@@ -20,6 +20,12 @@ def causal_limits(past_lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Ten
     return past_lengths[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
 
 
+def seen_by_tokens(positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Which positions each of a row's last tokens, at `positions` [S], sees: [S, positions of the row]."""
+    distance = positions[:, None] - torch.arange(int(positions[-1]) + 1, device=positions.device)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
 def seen_by_block(form: BlockAttention, past: int, positions: torch.Tensor) -> torch.Tensor:
     """Which of the `past` context positions and its own `positions` [n] each place of a block sees, [n, past + n]."""
     keys, queries = torch.arange(past + len(positions), device=positions.device), positions[:, None]
@@ -60,28 +66,34 @@ class RowGroupAttention:
         padded = packed[self._tokens].transpose(1, 2).masked_fill(self._is_idle, 0)  # [B, K, S, H]
         cache.scatter_(2, self._positions[:, None, :, None].expand(padded.shape), padded)
 
-    def mask_to(self, last_seen: torch.Tensor, capacity: int, first_seen: torch.Tensor | None = None) -> torch.Tensor:
+    def mask_to(
+        self,
+        last_seen: torch.Tensor,
+        capacity: int,
+        first_seen: torch.Tensor | None = None,
+        num_kv_heads: int | None = None,
+    ) -> torch.Tensor:
         """True where a query may look, [B, 1, N / K * S, C], from the last position that each sees, [B, S], and the
-        first one."""
+        first one. `num_kv_heads` K where it is not that of the specification."""
         positions = torch.arange(capacity, device=last_seen.device)
         is_visible = positions <= last_seen[:, :, None]  # [B, S, C]
         if first_seen is not None:
             is_visible = is_visible & (positions >= first_seen[:, :, None])
-        group = self._spec.num_heads // self._spec.num_kv_heads
+        group = self._spec.num_heads // (num_kv_heads or self._spec.num_kv_heads)
         return is_visible[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
 
     def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Queries [T, N, H] over the rows [B, K, C, H] -> [B * S, N, H].
+        """Queries [T, N, H] over the rows [B, K, C, H] -> [B * S, N, H]. `scale` of the scores.
 
         The query heads that share a KV head stand one behind the other as more queries of it, so that no key is copied.
         """
-        spec = self._spec
-        rows, num_queries = self._tokens.shape
-        group = spec.num_heads // spec.num_kv_heads
-        padded = queries[self._tokens].unflatten(2, (spec.num_kv_heads, group))  # [B, S, K, N / K, H]
-        folded = padded.permute(0, 2, 3, 1, 4).reshape(rows, spec.num_kv_heads, group * num_queries, spec.head_dim)
-        attended = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        (rows, num_queries), num_heads = self._tokens.shape, self._spec.num_heads
+        _, num_kv_heads, _, head_dim = keys.shape
+        group = num_heads // num_kv_heads
+        padded = queries[self._tokens].unflatten(2, (num_kv_heads, group))  # [B, S, K, N / K, H]
+        folded = padded.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * num_queries, head_dim)
+        attended = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
         unfolded = attended.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4)  # [B, S, K, N / K, H]
-        return unfolded.reshape(rows * num_queries, spec.num_heads, spec.head_dim)
+        return unfolded.reshape(rows * num_queries, num_heads, head_dim)

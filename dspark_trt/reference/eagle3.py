@@ -122,7 +122,7 @@ class ReferenceEagle3Engine:
         keys, values = decoder.key_value(0, joined, positions)
         queries = decoder.query(0, joined[last], positions[last])
         x = (normed if self._spec.is_residual_normed else features)[last]
-        x = x + decoder.attention_output(0, decoder.attend(queries, keys, values))
+        x = x + decoder.attention_output(0, decoder.attend(0, queries, keys, values))
         x = (x + decoder.mlp(0, x))[0]
         h = decoder.norm("norm", x)
         return (h if self._spec.is_output_normed else x), h

@@ -19,7 +19,7 @@ from dspark_trt.checkpoints.drafters.block import block_spec
 from dspark_trt.checkpoints.spec import BlockDrafterSpec, DrafterCheckpoint, Eagle3Spec, TargetCheckpoint, TargetSpec
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
 from dspark_trt.errors import CapacityError
-from dspark_trt.reference.attention import seen_by_block
+from dspark_trt.reference.attention import seen_by_block, seen_by_tokens
 from dspark_trt.reference.eagle3 import ReferenceEagle3Engine
 from dspark_trt.reference.heads import ReferenceHeads
 from dspark_trt.reference.model import ReferenceCache, ReferenceDecoder
@@ -147,7 +147,7 @@ class ReferenceTargetEngine(_Engine):
             outputs = self._layer_outputs(self._tensor(batch.token_ids, torch.int64), segments)
             raw = {layer: output for layer, output in outputs if layer in (*self._taps, last_layer)}
             wanted = raw[last_layer][self._tensor(batch.logit_rows, torch.int64)]
-            logits = self._decoder.norm("norm", wanted) @ self._head.T
+            logits = self._decoder.cap(self._decoder.norm("norm", wanted) @ self._head.T)
             if self._norm_last_tap:
                 raw[last_layer] = self._decoder.norm("norm", raw[last_layer])
             empty = logits.new_zeros(segments[-1].end, 0)
@@ -156,7 +156,7 @@ class ReferenceTargetEngine(_Engine):
 
     def _layer_outputs(self, token_ids: torch.Tensor, segments: list[_Segment]) -> Iterator[tuple[int, torch.Tensor]]:
         """(-1, embedding output), then (layer, its raw output), each [T, D]."""
-        x = self._embedding[token_ids]
+        x = self._decoder.embedded(self._embedding[token_ids])
         yield -1, x
         positions = self._positions(segments)
         for layer in range(self._decoder.spec.num_layers):
@@ -168,10 +168,9 @@ class ReferenceTargetEngine(_Engine):
                 part = slice(segment.begin, segment.end)
                 self._cache.write(layer, segment.row, segment.past, keys[part], values[part])
                 row_keys, row_values = self._cache.read(layer, segment.row, segment.length)
-                is_visible = torch.arange(segment.length, device=self._device) <= positions[part, None]
-                attended[part] = self._decoder.attend(queries[part], row_keys, row_values, is_visible)
-            x = x + self._decoder.attention_output(layer, attended)
-            x = x + self._decoder.mlp(layer, x)
+                is_visible = seen_by_tokens(positions[part], self._decoder.spec.window_of(layer))
+                attended[part] = self._decoder.attend(layer, queries[part], row_keys, row_values, is_visible)
+            x = self._decoder.layer_output(layer, x, attended)
             yield layer, x
 
 
@@ -225,7 +224,7 @@ class ReferenceDraftEngine(_Engine):
             blocks = zip(anchor_ids, batch.rows.tolist(), batch.past_lengths.tolist(), strict=True)
             hidden = torch.stack([self._backbone(*block, num_slots) for block in blocks])
             draft_ids, draft_logits, confidence_logits = self._heads.draft(
-                hidden @ self._head.T,
+                self._decoder.cap(hidden @ self._head.T),
                 hidden,
                 anchor_ids,
                 self._tensor(batch.temperatures, torch.float32),
@@ -240,18 +239,18 @@ class ReferenceDraftEngine(_Engine):
         """h of every slot after the final norm, [n, D]."""
         num_masks = num_slots - 1 + self._spec.is_mask_first
         masks = anchor_id.new_full((num_masks,), self._spec.mask_token_id)
-        x = self._embedding[torch.cat([anchor_id[None], masks])]
+        x = self._decoder.embedded(self._embedding[torch.cat([anchor_id[None], masks])])
         positions = torch.arange(past, past + num_masks + 1, device=self._device)
         for layer in range(self._decoder.spec.num_layers):
             normed = self._decoder.norm(f"layers.{layer}.input_layernorm", x)
             keys, values = self._decoder.key_value(layer, normed, positions)
             context_keys, context_values = self._cache.read(layer, row, past)
             attended = self._decoder.attend(
+                layer,
                 self._decoder.query(layer, normed, positions),
                 torch.cat([context_keys, keys]),
                 torch.cat([context_values, values]),
                 seen_by_block(self._spec.attention_of(layer), past, positions),
             )
-            x = x + self._decoder.attention_output(layer, attended)
-            x = x + self._decoder.mlp(layer, x)
+            x = self._decoder.layer_output(layer, x, attended)
         return self._decoder.norm("norm", x[-num_slots:])

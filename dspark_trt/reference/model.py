@@ -14,6 +14,7 @@ import math
 import torch
 
 from dspark_trt.checkpoints.spec import DecoderSpec, RopeSpec
+from dspark_trt.reference.experts import mixture
 from dspark_trt.reference.weights import ReferenceWeights
 
 
@@ -32,6 +33,10 @@ def rope_frequencies(rope: RopeSpec, head_dim: int) -> tuple[torch.Tensor, float
             return _llama3_frequencies(rope, frequencies), 1.0
         case "yarn":
             return _yarn_frequencies(rope, frequencies, head_dim), _known(rope.attention_factor)
+        case "proportional":
+            num_still = head_dim // 2 - int(_known(rope.partial_rotary_factor) * head_dim // 2)
+            frequencies[head_dim // 2 - num_still :] = 0
+            return frequencies / _known(rope.factor), 1.0
 
 
 def _llama3_frequencies(rope: RopeSpec, frequencies: torch.Tensor) -> torch.Tensor:
@@ -69,21 +74,38 @@ class ReferenceDecoder:
     def __init__(self, spec: DecoderSpec, weights: ReferenceWeights) -> None:
         self.spec = spec
         self.weights = weights
-        frequencies, self._rope_scale = rope_frequencies(spec.rope, spec.head_dim)
-        self._frequencies = frequencies.to(weights.device)
+        shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
+        ropes = {(each.rope, each.head_dim): rope_frequencies(each.rope, each.head_dim) for each in shapes}
+        of_layers = [ropes[each.rope, each.head_dim] for each in shapes]
+        self._ropes = [(frequencies.to(weights.device), scale) for frequencies, scale in of_layers]
+
+    def embedded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of the embedding, [T, D], as they go into the first layer."""
+        if self.spec.gemma is None:
+            return rows
+        return rows * float(torch.tensor(self.spec.hidden_size**0.5, dtype=rows.dtype))  # rounded, as transformers does
+
+    def cap(self, logits: torch.Tensor) -> torch.Tensor:
+        """Brings logits behind the soft cap, where there is one, in place."""
+        cap = self.spec.logit_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return self.weights.rms_norm(name, x, self.spec.rms_norm_eps)
 
     def query(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[T, D] -> [T, N, H], normalised and rotated."""
-        return self._rotated_heads(f"layers.{layer}.self_attn.q", self.spec.num_heads, x, positions)
+        return self._rotated_heads(layer, "q", self.spec.num_heads, x, positions)
 
     def key_value(self, layer: int, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, D] -> [T, K, H] twice; keys normalised and rotated."""
-        keys = self._rotated_heads(f"layers.{layer}.self_attn.k", self.spec.num_kv_heads, x, positions)
-        values = self.weights.linear(f"layers.{layer}.self_attn.v_proj", x)
-        return keys, values.unflatten(-1, (self.spec.num_kv_heads, self.spec.head_dim))
+        shape = self.spec.shape_of(layer)
+        keys = self._rotated_heads(layer, "k", shape.num_kv_heads, x, positions)
+        values = self.weights.linear(f"layers.{layer}.self_attn.{'k' if shape.is_value_of_key else 'v'}_proj", x)
+        values = values.unflatten(-1, (shape.num_kv_heads, shape.head_dim))
+        if self.spec.gemma is not None:
+            values = torch.nn.functional.rms_norm(values.float(), values.shape[-1:], eps=self.spec.rms_norm_eps)
+        return keys, values.to(x.dtype)
 
     def attention_output(self, layer: int, attended: torch.Tensor) -> torch.Tensor:
         """[T, N, H] -> [T, D]."""
@@ -91,49 +113,76 @@ class ReferenceDecoder:
 
     def mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         """The feed-forward half of the layer, [T, D] -> [T, D], with its norm, without the residual."""
-        x = self.norm(f"layers.{layer}.post_attention_layernorm", x)
-        gate = torch.nn.functional.silu(self.weights.linear(f"layers.{layer}.mlp.gate_proj", x))
+        is_gemma = self.spec.gemma is not None
+        x = self.norm(f"layers.{layer}.{'pre_feedforward' if is_gemma else 'post_attention'}_layernorm", x)
+        if (experts := self.spec.experts_of(layer)) is not None:
+            return mixture(self.weights, experts, f"layers.{layer}.mlp", x)
+        gate = self.weights.linear(f"layers.{layer}.mlp.gate_proj", x)
+        gate = torch.nn.functional.gelu(gate, approximate="tanh") if is_gemma else torch.nn.functional.silu(gate)
         return self.weights.linear(
             f"layers.{layer}.mlp.down_proj", gate * self.weights.linear(f"layers.{layer}.mlp.up_proj", x)
         )
 
+    def layer_output(self, layer: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """What the layer makes of its input [T, D], once attention [T, N, H] is there."""
+        output = self.attention_output(layer, attended)
+        if self.spec.gemma is None:
+            x = x + output
+            return x + self.mlp(layer, x)
+        x = x + self.norm(f"layers.{layer}.post_attention_layernorm", output)
+        x = x + self.norm(f"layers.{layer}.post_feedforward_layernorm", self.mlp(layer, x))
+        return x * self.weights[f"layers.{layer}.layer_scalar"]
+
     def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, is_visible: torch.Tensor | None = None
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        is_visible: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[S, N, H] over [J, K, H] -> [S, N, H]; `is_visible` [S, J], everything by default."""
-        group = self.spec.num_heads // self.spec.num_kv_heads
+        group = self.spec.num_heads // keys.shape[1]
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
-        weights = torch.einsum("snh,jnh->nsj", queries, keys) / math.sqrt(self.spec.head_dim)
+        weights = torch.einsum("snh,jnh->nsj", queries, keys) * self.spec.score_scale_of(layer)
         if is_visible is not None:
             weights = weights.masked_fill(~is_visible, -torch.inf)
         return torch.einsum("nsj,jnh->snh", weights.softmax(dim=-1), values)
 
-    def _rotated_heads(self, name: str, num_heads: int, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        heads = self.weights.linear(f"{name}_proj", x).unflatten(-1, (num_heads, self.spec.head_dim))
+    def _rotated_heads(
+        self, layer: int, which: str, num_heads: int, x: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        name, head_dim = f"layers.{layer}.self_attn.{which}", self.spec.shape_of(layer).head_dim
+        heads = self.weights.linear(f"{name}_proj", x).unflatten(-1, (num_heads, head_dim))
         if self.spec.has_qk_norm:
             heads = self.norm(f"{name}_norm", heads)
-        angles = positions[:, None, None].to(torch.float32) * self._frequencies  # [T, 1, H / 2]
-        cos, sin = ((wave * self._rope_scale).to(heads.dtype) for wave in (angles.cos(), angles.sin()))
+        frequencies, rope_scale = self._ropes[layer]
+        angles = positions[:, None, None].to(torch.float32) * frequencies  # [T, 1, H / 2]
+        cos, sin = ((wave * rope_scale).to(heads.dtype) for wave in (angles.cos(), angles.sin()))
         first, second = heads.float().chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(heads.dtype)
 
 
 class ReferenceCache:
-    """K and V of every layer and row: [layer, K or V, row, position, K, H]."""
+    """K and V of every row, an array for each layer: [K or V, row, position, K, H]."""
 
     def __init__(self, spec: DecoderSpec, max_requests: int, max_seq_len: int, device: str) -> None:
-        shape = (spec.num_layers, 2, max_requests, max_seq_len, spec.num_kv_heads, spec.head_dim)
-        self._memory = torch.zeros(shape, device=device)
+        shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
+        self._memory = [
+            torch.zeros((2, max_requests, max_seq_len, each.num_kv_heads, each.head_dim), device=device)
+            for each in shapes
+        ]
 
     def write(self, layer: int, row: int, start: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write [S, K, H] at positions [start, start + S)."""
         end = start + len(keys)
-        self._memory[layer, 0, row, start:end] = keys
-        self._memory[layer, 1, row, start:end] = values
+        self._memory[layer][0, row, start:end] = keys
+        self._memory[layer][1, row, start:end] = values
 
     def read(self, layer: int, row: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V at positions [0, length)."""
-        return self._memory[layer, 0, row, :length], self._memory[layer, 1, row, :length]
+        return self._memory[layer][0, row, :length], self._memory[layer][1, row, :length]
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
-        self._memory[:, :, destination, :num_positions] = self._memory[:, :, source, :num_positions]
+        for memory in self._memory:
+            memory[:, destination, :num_positions] = memory[:, source, :num_positions]

@@ -84,11 +84,19 @@ class TorchTargetSession(TorchSession):
     def forward(self, tensors: Tensors) -> None:
         decoder, dims = self._decoder, self._dims
         groups, masks = {}, {}
+        layers = range(decoder.spec.num_layers)
+        forms = [(decoder.spec.window_of(layer), decoder.spec.shape_of(layer).num_kv_heads) for layer in layers]
         for name in bindings.TARGET_GROUPS:
             tokens, past = tensors[bindings.group_tokens(name)], tensors[bindings.group_past_lengths(name)]
             query = tensors[bindings.group_query_lengths(name)]
             groups[name] = RowGroupAttention(decoder.spec, tokens, past, query, dims.limits.max_seq_len)
-            masks[name] = groups[name].mask_to(causal_limits(past, tokens), dims.cache.capacity)
+            last_seen = causal_limits(past, tokens)
+            masks[name] = {
+                (window, heads): groups[name].mask_to(
+                    last_seen, dims.cache.capacity, None if window is None else last_seen - window + 1, heads
+                )
+                for window, heads in set(forms)
+            }
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             padded = []
@@ -96,12 +104,13 @@ class TorchTargetSession(TorchSession):
                 key_cache, value_cache = _caches(tensors, name, layer)
                 group.write(key_cache, keys)
                 group.write(value_cache, values)
-                padded.append(group.attend(queries, key_cache, value_cache, masks[name]))
+                scale = decoder.spec.score_scale_of(layer)
+                padded.append(group.attend(queries, key_cache, value_cache, masks[name][forms[layer]], scale))
             return torch.cat(padded)[tensors[bindings.PADDED_INDICES]]
 
-        x = self._embedding[tensors[bindings.TOKEN_IDS]]
+        x = decoder.embedded(self._embedding[tensors[bindings.TOKEN_IDS]])
         raw = {-1: x}
-        for layer in range(decoder.spec.num_layers):
+        for layer in layers:
             x = raw[layer] = decoder_layer(decoder, layer, x, tensors[bindings.POSITIONS], attend)
         if self._norm_last_tap:
             raw[decoder.spec.num_layers - 1] = decoder.norm("norm", x)
@@ -109,6 +118,7 @@ class TorchTargetSession(TorchSession):
             torch.cat([raw[layer] for layer in self._taps], dim=-1, out=tensors[bindings.TAPS])
         wanted = decoder.norm("norm", x[tensors[bindings.LOGIT_ROWS]])
         tensors[bindings.LOGITS].copy_(wanted @ self._head.T)
+        decoder.cap(tensors[bindings.LOGITS])
 
 
 class TorchIngestSession(TorchSession):
@@ -189,17 +199,18 @@ class TorchDraftSession(TorchSession):
             key_cache, value_cache = _caches(tensors, bindings.CONTEXT, layer)
             group.write(key_cache, keys)
             group.write(value_cache, values)
-            attended = group.attend(queries, key_cache, value_cache, masks[self._spec.attention_of(layer)])
+            mask, scale = masks[self._spec.attention_of(layer)], decoder.spec.score_scale_of(layer)
+            attended = group.attend(queries, key_cache, value_cache, mask, scale)
             return attended.unflatten(0, (-1, length))[block_rows].flatten(0, 1)
 
         block = anchor_ids.new_full((len(anchor_ids), length), self._spec.mask_token_id)
         block[:, 0] = anchor_ids
         positions = (past[:, None] + places).flatten()
-        x = self._embedding[block.flatten()]
+        x = decoder.embedded(self._embedding[block.flatten()])
         for layer in range(decoder.spec.num_layers):
             x = decoder_layer(decoder, layer, x, positions, attend)
         hidden = decoder.norm("norm", x.unflatten(0, (-1, length))[:, -dims.gamma :].flatten(0, 1))
-        base_logits = hidden @ self._head.T
+        base_logits = decoder.cap(hidden @ self._head.T)
         if self._columns is not None:
             lowest = base_logits.new_full((len(base_logits), 1), LOWEST[dims.element_type])
             base_logits = torch.cat((base_logits, lowest), dim=1)[:, self._columns]
@@ -230,8 +241,7 @@ def decoder_layer(
     normed = decoder.norm(f"layers.{layer}.input_layernorm", x)
     keys, values = decoder.key_value(layer, normed, positions)
     attended = attend(layer, decoder.query(layer, normed, positions), keys, values)
-    x = x + decoder.attention_output(layer, attended)
-    return x + decoder.mlp(layer, x)
+    return decoder.layer_output(layer, x, attended)
 
 
 def target_head(spec: TargetSpec) -> str:

@@ -32,7 +32,7 @@ from dspark_trt.runtime.arrays import wait_for
 from dspark_trt.runtime.drafting import DraftBlock, DraftVocabulary, draft_batch, draft_block
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
-from dspark_trt.runtime.pending_taps import PendingTaps
+from dspark_trt.runtime.pending_taps import PendingTaps, TapChunk
 from dspark_trt.runtime.rows import RowMove
 from dspark_trt.runtime.state import RequestState
 from dspark_trt.runtime.step_plan import StepPlan
@@ -61,9 +61,17 @@ class EngineCalls:
     """Owns both caches' lengths. `drafter` is None where nothing is drafted, `step_engine` where the host selects."""
 
     def __init__(
-        self, target: TargetEngine, drafter: DraftEngine | None, step_engine: StepEngine | None = None
+        self,
+        target: TargetEngine,
+        drafter: DraftEngine | None,
+        step_engine: StepEngine | None = None,
+        *,
+        keeps_taps: bool = False,
     ) -> None:
-        """Raises CapacityError when the engines' limits do not fit each other."""
+        """keeps_taps: those of requests that draft no more stay while they have a row: others may need them.
+
+        Raises CapacityError when the engines' limits do not fit each other.
+        """
         limits = target.limits
         if limits.max_batch_tokens < limits.max_requests:
             raise CapacityError(
@@ -82,6 +90,7 @@ class EngineCalls:
         self.context_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self.record = StepRecord()  # of the step that is running
         self._pending = PendingTaps()
+        self._keeps_taps = keeps_taps
         self._packed_ids = np.empty(0, dtype=np.int64)  # [T] of the step's verification
         vocab = None if drafter is None else drafter.draft_vocab
         self._draft_vocabulary = DraftVocabulary.of(vocab, target.vocab_size)
@@ -96,7 +105,8 @@ class EngineCalls:
                 committed.append((segment.state, segment.first_token, result.num_committed(segment)))
             else:
                 done.append(segment.state)
-        self._pending.drop(done)
+        if not self._keeps_taps:
+            self._pending.drop(done)
         self._pending.keep(committed, output.taps, self._packed_ids)
 
     def num_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -174,10 +184,29 @@ class EngineCalls:
         lengths = [int(cache.committed[source]) for cache in (self.target_cache, self.context_cache)]
         self.target_cache.move(source, destination)
         self.context_cache.move(source, destination)
-        with self._call(None, [move.occupant]):
-            for engine, num_positions in zip((self.target, self.drafter), lengths, strict=True):
-                if engine is not None and num_positions:
-                    engine.move_row(source, destination, num_positions)
+        self._copy(source, destination, lengths, [move.occupant])
+
+    def copy_row(self, source: int, destination: int, num_positions: int, num_context: int) -> None:
+        """Copy the first positions of both caches to a row without a request; the same row: what is behind them goes.
+
+        The lengths stay as they are. Raises EngineCallFailed, for no request: `destination` is then undefined.
+        """
+        self._copy(source, destination, (num_positions, num_context), [])
+
+    def begin(self, state: RequestState, num_positions: int, num_context: int, taps: Sequence[TapChunk]) -> None:
+        """A request's row holds the first positions of its prompt already, of both caches.
+
+        taps: begin with what its context lacks of them.
+        """
+        self.target_cache.begin(state.row, num_positions)
+        self.context_cache.begin(state.row, num_context)
+        state.reuse_prompt(num_positions)
+        if self.drafter is not None and state.needs_taps:
+            self._pending.begin(state, taps, num_positions - num_context)
+
+    def waiting_taps(self, state: RequestState) -> tuple[TapChunk, ...]:
+        """What the context of a request lacks and can be given."""
+        return self._pending.waiting(state)
 
     def release(self, state: RequestState) -> None:
         """A request leaves its row."""
@@ -262,9 +291,15 @@ class EngineCalls:
         for state in plan.states:
             state.statistics.verify_ms += self.record.verify_ms
 
+    def _copy(self, source: int, destination: int, lengths: Sequence[int], states: Sequence[RequestState]) -> None:
+        with self._call("copy_ms", states):
+            for engine, num_positions in zip((self.target, self.drafter), lengths, strict=True):
+                if engine is not None and num_positions:
+                    engine.move_row(source, destination, num_positions)
+
     @contextmanager
     def _call(
-        self, timed_as: Literal["ingest_ms", "draft_ms", "verify_ms"] | None, states: Sequence[RequestState]
+        self, timed_as: Literal["ingest_ms", "draft_ms", "verify_ms", "copy_ms"], states: Sequence[RequestState]
     ) -> Iterator[None]:
         started = time.perf_counter()
         try:
@@ -273,6 +308,5 @@ class EngineCalls:
             logger.exception("an engine call failed; its %d requests end with an error", len(states))
             raise EngineCallFailed(states) from error
         finally:
-            if timed_as:
-                elapsed_ms = (time.perf_counter() - started) * 1e3
-                setattr(self.record, timed_as, getattr(self.record, timed_as) + elapsed_ms)
+            elapsed_ms = (time.perf_counter() - started) * 1e3
+            setattr(self.record, timed_as, getattr(self.record, timed_as) + elapsed_ms)

@@ -45,6 +45,12 @@ class CacheLengths:
         self.committed[row] += num_positions
         self._reserved[row] = 0
 
+    def begin(self, row: int, num_positions: int) -> None:
+        """The first positions of an empty row hold K/V already: those of a prefix that was computed before."""
+        assert self.committed[row] == 0, f"row {row} has begun"
+        assert 0 <= num_positions <= self.capacity, f"row {row}: {num_positions} positions do not fit"
+        self.committed[row] = num_positions
+
     def move(self, source: int, destination: int) -> None:
         """The row's positions were copied: its length follows, the source is empty."""
         assert not self._reserved[[source, destination]].any(), "a row moves only between steps"

@@ -24,6 +24,7 @@ from dspark_trt.runtime.emission import Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
 from dspark_trt.runtime.planner import Planner
+from dspark_trt.runtime.prefix_cache import PrefixCache
 from dspark_trt.runtime.request import GenerationRequest, validate
 from dspark_trt.runtime.rows import Rows
 from dspark_trt.runtime.scheduling import Scheduling
@@ -59,6 +60,7 @@ class DecodingLoop:
         decode: Decode,
         scheduler: SchedulerConfig,
         max_stretch: float = DEFAULT_MAX_STRETCH,
+        prefix_cache: bool = False,
         on_verified: OnVerified | None = None,
     ) -> None:
         """`step_table` may be None where the mode prices no steps.
@@ -68,6 +70,8 @@ class DecodingLoop:
         mode without one. `step_engine`, over these very engines, drafts and verifies in one call; only mode
         lagged_budget knows early enough how much is verified.
         max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
+        prefix_cache: prompts begin where a KV row already holds their first tokens. The engines are then this loop's
+        alone: what another one writes into a row that is free here is not noticed.
         on_verified: called with every step's segments, logits and block before anything is accepted; it only looks.
 
         Raises RecipeError and CapacityError when the parts do not fit each other.
@@ -99,6 +103,7 @@ class DecodingLoop:
             target,
             drafter if self._max_verify_len else None,
             step_engine if is_selected_on_device else None,
+            keeps_taps=prefix_cache,
         )
         self._planner = Planner(
             self._engines,
@@ -107,6 +112,7 @@ class DecodingLoop:
             max_verify_len=self._max_verify_len,
             max_stretch=max_stretch,
         )
+        self._prefix_cache = PrefixCache(self._engines, self._rows, self.totals) if prefix_cache else None
         self._queue: deque[RequestState] = deque()
         self._states: dict[str, RequestState] = {}  # all that are not finished, by request id
         self._cancelled: list[RequestState] = []  # since the last step
@@ -171,8 +177,7 @@ class DecodingLoop:
             try:
                 self._step()
             except EngineCallFailed as failure:
-                for state in failure.states:
-                    self._end(state, emit_end(state, "error", ENGINE_FAILED))
+                self._fail(failure)
             self._vacate()
             self.totals.add_step(self.last_step)
         self.last_step.total_ms = (time.perf_counter() - started) * 1e3
@@ -202,6 +207,8 @@ class DecodingLoop:
         """Assert what holds between two steps: rows, lengths and requests agree."""
         self._rows.check_integrity()
         self._engines.check_integrity(self._rows.occupants)
+        if self._prefix_cache is not None:
+            self._prefix_cache.check_integrity()
         assert len(self._states) == self.num_running + self.num_queued, "a request is neither running nor queued"
 
     def _drop_cancelled(self) -> None:
@@ -216,6 +223,8 @@ class DecodingLoop:
 
     def _admit(self) -> None:
         """Give the free rows to the requests that wait longest."""
+        if self._prefix_cache is not None:
+            self._prefix_cache.resume()
         while self._queue and self._rows.num_free:
             state = self._queue.popleft()
             for other in self._rows.occupants:
@@ -223,6 +232,8 @@ class DecodingLoop:
                     state.share_key()
                     other.share_key()
             self._rows.occupy(state)
+            if self._prefix_cache is not None:
+                self._prefix_cache.admit(state)
 
     def _draft_and_verify(self, plan: StepPlan) -> tuple[DraftBlock, list[Segment], TargetOutput]:
         """Draft, schedule and verify in one call: how many drafts are verified is known before anything is drafted."""
@@ -257,14 +268,23 @@ class DecodingLoop:
     def _end(self, state: RequestState, emission: Emission) -> None:
         """Hand out the last emission of a request. Its row is freed by `_vacate`."""
         assert emission.finish_reason is not None, "the last emission says why"
-        state.finish()
+        state.finish(has_failed=emission.finish_reason == "error")
         del self._states[state.request.request_id]
         self._emissions.append(emission)
         self.totals.num_finished[emission.finish_reason] += 1
 
+    def _fail(self, failure: EngineCallFailed) -> None:
+        """End the requests of a call that failed. What free rows hold is not trusted any more either."""
+        for state in failure.states:
+            self._end(state, emit_end(state, "error", ENGINE_FAILED))
+        if self._prefix_cache is not None:
+            self._prefix_cache.forget()
+
     def _vacate(self) -> None:
         """Free the rows of finished requests, the highest first: then no finished row is ever moved."""
         while finished := [state for state in self._rows.occupants if state.phase is Phase.FINISHED]:
+            if self._prefix_cache is not None:
+                self._prefix_cache.retain(finished[-1])
             self._engines.release(finished[-1])
             move = self._rows.release(finished[-1])
             if move is None:
@@ -274,5 +294,5 @@ class DecodingLoop:
                 if self._scheduling is not None:
                     self._scheduling.move_row(move.source, move.destination)
                 self.totals.num_rows_moved += 1
-            except EngineCallFailed:
-                self._end(move.occupant, emit_end(move.occupant, "error", ENGINE_FAILED))
+            except EngineCallFailed as failure:
+                self._fail(failure)

@@ -17,6 +17,7 @@ class RequestStatistics:
     """
 
     num_prompt_tokens: int
+    num_prompt_tokens_reused: int = 0  # whose K/V another request had computed
     num_generated_tokens: int = 0
     num_drafts_proposed: int = 0  # by the drafter or looked up
     num_drafts_verified: int = 0
@@ -88,12 +89,13 @@ class StepRecord:
     ingest_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
+    copy_ms: float = 0.0  # KV rows moved, and prefixes copied from one to another
     total_ms: float = 0.0
 
     @property
     def outside_ms(self) -> float:
         """The step outside the two engines."""
-        return self.total_ms - self.ingest_ms - self.draft_ms - self.verify_ms
+        return self.total_ms - self.ingest_ms - self.draft_ms - self.verify_ms - self.copy_ms
 
 
 @dataclass(slots=True)
@@ -108,6 +110,7 @@ class LoopTotals:
     num_requests_not_drafting: int = 0  # summed over steps
     num_requests_looking_up: int = 0  # of these, with drafts copied from their own text
     num_prefill_tokens: int = 0
+    num_prompt_tokens_reused: int = 0
     num_drafts_proposed: int = 0
     num_drafts_verified: int = 0
     num_drafts_accepted: int = 0

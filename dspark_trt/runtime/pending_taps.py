@@ -25,16 +25,16 @@ Array = Any  # of the engine's library
 MAX_PENDING_POSITIONS = 128  # of a request; more are brought up although nothing is drafted
 
 
-class _Chunk(NamedTuple):
+class TapChunk(NamedTuple):
     """Consecutive positions of one request in the copy that a step made."""
 
     taps: Array  # [T, M*D] of the whole step
     first: int
     token_ids: NDArray[np.int64]  # of its positions
 
-    def split(self, count: int) -> tuple[_Chunk, _Chunk]:
+    def split(self, count: int) -> tuple[TapChunk, TapChunk]:
         """The first `count` positions, and the rest."""
-        return _Chunk(self.taps, self.first, self.token_ids[:count]), _Chunk(
+        return TapChunk(self.taps, self.first, self.token_ids[:count]), TapChunk(
             self.taps, self.first + count, self.token_ids[count:]
         )
 
@@ -43,7 +43,7 @@ class PendingTaps:
     """Per request, in the order of positions."""
 
     def __init__(self) -> None:
-        self._chunks: dict[RequestState, list[_Chunk]] = {}
+        self._chunks: dict[RequestState, list[TapChunk]] = {}
         self._counts: dict[RequestState, int] = {}  # positions of the chunks
 
     def keep(
@@ -58,7 +58,7 @@ class PendingTaps:
         copy = take_rows(taps, [at for _, first, count in committed for at in range(first, first + count)])
         begin = 0
         for state, first, count in committed:
-            chunk = _Chunk(copy, begin, token_ids[first : first + count])
+            chunk = TapChunk(copy, begin, token_ids[first : first + count])
             if state in self._chunks:
                 self._chunks[state].append(chunk)
                 self._counts[state] += count
@@ -69,9 +69,19 @@ class PendingTaps:
     def num_positions(self, state: RequestState) -> int:
         return self._counts.get(state, 0)
 
+    def waiting(self, state: RequestState) -> tuple[TapChunk, ...]:
+        """What waits for a request, position after position."""
+        return tuple(self._chunks.get(state, ()))
+
+    def begin(self, state: RequestState, chunks: Sequence[TapChunk], num_positions: int) -> None:
+        """The first positions that waited for another request wait for this one, whose prompt begins alike."""
+        first = first_positions(chunks, num_positions)
+        if first:
+            self._chunks[state], self._counts[state] = first, num_positions
+
     def overdue(self) -> list[RequestState]:
-        """Requests with more than may wait."""
-        return [state for state, count in self._counts.items() if count > MAX_PENDING_POSITIONS]
+        """Requests with more than may wait, of those that may still draft."""
+        return [state for state, count in self._counts.items() if count > MAX_PENDING_POSITIONS and state.needs_taps]
 
     def drop(self, states: Iterable[RequestState]) -> None:
         """Forget requests that have ended or will not draft again."""
@@ -86,7 +96,7 @@ class PendingTaps:
         taken: list[RequestState] = []
         counts: list[int] = []
         following: list[int] = []  # the token behind the positions taken, of each request
-        chunks: list[_Chunk] = []
+        chunks: list[TapChunk] = []
         room = max_tokens
         for state in states:
             if state not in self._chunks or not room:
@@ -119,9 +129,9 @@ class PendingTaps:
             next_ids=next_ids,
         )
 
-    def _first(self, state: RequestState, count: int) -> list[_Chunk]:
+    def _first(self, state: RequestState, count: int) -> list[TapChunk]:
         """Take the first `count` positions of a request that has more."""
-        waiting, taken = self._chunks[state], list[_Chunk]()
+        waiting, taken = self._chunks[state], list[TapChunk]()
         self._counts[state] -= count
         while count:
             chunk = waiting.pop(0)
@@ -133,7 +143,28 @@ class PendingTaps:
         return taken
 
 
-def _joined(chunks: Sequence[_Chunk]) -> Array:
+def first_positions(chunks: Sequence[TapChunk], num_positions: int) -> list[TapChunk]:
+    """Of consecutive chunks."""
+    first: list[TapChunk] = []
+    for chunk in chunks:
+        if num_positions:
+            first.append(chunk.split(num_positions)[0])
+            num_positions -= len(first[-1].token_ids)
+    assert not num_positions, "fewer taps wait"
+    return first
+
+
+def for_long(chunks: Sequence[TapChunk]) -> tuple[TapChunk, ...]:
+    """As many positions of `chunks` as may wait, in memory of their own."""
+    count = min(sum(len(chunk.token_ids) for chunk in chunks), MAX_PENDING_POSITIONS)
+    if not count:
+        return ()
+    first = first_positions(chunks, count)
+    token_ids = np.concatenate([chunk.token_ids for chunk in first])
+    return (TapChunk(take_rows(_joined(first), list(range(count))), 0, token_ids),)
+
+
+def _joined(chunks: Sequence[TapChunk]) -> Array:
     """One array of all chunks; no copy where they stand one behind the other already."""
     first = chunks[0]
     end = first.first

@@ -48,7 +48,7 @@ class Planner:
     def make_plan(self, running: Sequence[RequestState]) -> StepPlan:
         """What this step may do at most, from the past alone; its randomness is drawn. `running[row]` has that row."""
         decode = [state for state in running if state.phase is Phase.DECODE]
-        prompts = [state for state in running if state.phase is Phase.PREFILL]
+        prompts = [state for state in running if state.phase is Phase.PREFILL and not state.awaits_prefix]
         caps = np.array([draft_cap(state, self._max_verify_len) for state in decode], dtype=np.int64)
         context_tokens = int(self._engines.target_cache.committed[: len(running)].sum()) / len(running)
         lookups: list[Lookup | None] = [None] * len(decode)

@@ -17,6 +17,7 @@ from dspark_trt.errors import RequestError, abridged
 MAX_LOG_PROBS = 20  # alternatives reported for one token
 MAX_LOGIT_BIAS = 1_000_000  # bans or forces a token for certain, and float32 keeps the order of the others
 MAX_SEED = 2**64 - 1
+MAX_SALT_CHARACTERS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class GenerationRequest:
     sampling: SamplingParams = SamplingParams()
     sequence_index: int = 0  # tells apart the sequences that a client wants of one prompt and seed
     max_verify_len: int | None = None  # drafts verified in one step at most; 0: decode this request without drafts
+    cache_salt: str = ""  # K/V are shared only between requests whose salts are equal
 
 
 def validate(request: GenerationRequest, *, vocab_size: int, max_seq_len: int) -> None:
@@ -106,6 +108,9 @@ def _check_prompt(request: GenerationRequest, vocab_size: int, max_seq_len: int)
     verify_len = request.max_verify_len
     if verify_len is not None and not (_is_number(verify_len, int) and verify_len >= 0):
         raise _refusal("max_verify_len", "an integer >= 0", verify_len)
+    salt = request.cache_salt
+    if not (isinstance(salt, str) and len(salt) <= MAX_SALT_CHARACTERS):
+        raise _refusal("cache_salt", f"a string of at most {MAX_SALT_CHARACTERS} characters", salt)
 
 
 # field -> (type, test, what is expected)

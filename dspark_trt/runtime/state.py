@@ -52,9 +52,12 @@ class RequestState:
     row: int = NO_ROW
     generation: int = -1
     has_equal_key: bool = False  # has been live together with a request of the same random key
-    num_prefilled: int = 0
+    num_prefilled: int = 0  # prompt tokens whose K/V are there: read, or reused
+    awaits_prefix: bool = False  # its prompt is not read while another request reads the same tokens
+    has_failed: bool = False  # what its KV row holds is undefined
     step_index: int = 0  # 0: the first token; then one for every verification step
     anchor_id: int = -1  # the last token; its K/V come with the next step
+    generated_ids: list[int] = field(default_factory=list)
     words: NDArray[np.uint64] = field(
         default_factory=lambda: np.empty((0, 4), dtype=np.uint64)
     )  # this step's randomness
@@ -105,8 +108,20 @@ class RequestState:
         """Another live request has the same random key. For good: what one has drawn, the other will draw."""
         self.has_equal_key = True
 
+    def token_ids(self) -> NDArray[np.int64]:
+        """Prompt and generated tokens; token i belongs to position i of its row."""
+        return np.concatenate((self.prompt_ids, np.array(self.generated_ids, dtype=np.int64)))
+
+    def await_prefix(self, is_waiting: bool) -> None:
+        self.awaits_prefix = is_waiting
+
+    def reuse_prompt(self, num_tokens: int) -> None:
+        """The K/V of so many prompt tokens were there already."""
+        self.statistics.num_prompt_tokens_reused = num_tokens
+        self.commit_prompt(num_tokens)
+
     def commit_prompt(self, num_tokens: int) -> None:
-        """Prompt tokens were read."""
+        """The K/V of prompt tokens are there."""
         self.num_prefilled += num_tokens
         if self.num_unfilled == 0:
             self.phase = Phase.DECODE
@@ -115,6 +130,7 @@ class RequestState:
         """A token was generated: it is the anchor of the next step."""
         self.statistics.num_generated_tokens += 1
         self.anchor_id = token_id
+        self.generated_ids.append(token_id)
         if self.looks_up:
             if self.token_index is None:
                 self.token_index = TokenIndex(self.prompt_ids.tolist())
@@ -130,8 +146,9 @@ class RequestState:
             self.statistics.first_token_ms = self.elapsed_ms()
         self.step_index += 1
 
-    def finish(self) -> None:
+    def finish(self, has_failed: bool = False) -> None:
         self.phase = Phase.FINISHED
+        self.has_failed = has_failed
         self.statistics.total_ms = self.elapsed_ms()
 
     def draw_words(self, num_slots: int) -> None:

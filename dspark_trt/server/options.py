@@ -39,6 +39,7 @@ class ServeOptions:
     metrics_port: int = 8002
     address: str = "127.0.0.1"  # that all three bind to
     scheduler: str | None = None  # as in `parse_scheduler`; None: what the build's repository says
+    prefix_cache: bool | None = None  # whether K/V are reused between requests; None: as the build says
     cache: Path | None = None  # where the server tree lives; None: default_cache_folder()
     log_file: Path | None = None  # None: the server writes to this process's standard error
     startup_timeout_s: float = 300.0

@@ -43,6 +43,7 @@ class RunFolder:
                 admission=json.dumps(limits),
                 control_socket=str(self.control_socket),
                 step_table="" if step_table is None else str(table),
+                prefix_cache="" if options.prefix_cache is None else "on" if options.prefix_cache else "off",
             )
         except BaseException:
             self._folder.cleanup()

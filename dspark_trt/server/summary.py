@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +99,7 @@ def _rows(build_dir: Path, options: ServeOptions) -> Iterator[tuple[str, str]]:
 
 def _bytes(cache: CacheDims, element_type: FloatType) -> int:
     element_bytes = 4 if element_type == "float32" else 2
-    return 2 * cache.num_layers * cache.num_rows * math.prod(cache.row_shape) * element_bytes
+    return cache.num_elements * element_bytes
 
 
 def _gigabytes(num_bytes: int) -> str:

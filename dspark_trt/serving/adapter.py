@@ -119,6 +119,7 @@ def read_request(
             prompt_ids=_prompt_ids(fields),
             sampling=sampling,
             max_verify_len=_max_verify_len(fields),
+            cache_salt=fields.text("cache_salt") or "",
         ),
         handle=handle,
         client_id=client_id,

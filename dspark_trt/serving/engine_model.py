@@ -48,14 +48,18 @@ class EngineModel:
         model_name: str,
         control_socket: Path | None = None,
         step_table: Path | None = None,
+        prefix_cache: bool | None = None,
     ) -> None:
-        """Raises ManifestError, EnvironmentMissingError and EngineBuildError as `load_deployment` does; RecipeError."""
+        """`prefix_cache`: None: as the build says.
+
+        Raises ManifestError, EnvironmentMissingError and EngineBuildError as `load_deployment` does; RecipeError."""
         config = parse_scheduler(scheduler)
         self._deployment = load_deployment(build_dir, step_table=step_table)
         self._limits = limits
+        prefix_cache = self._deployment.recipe.prefix_cache if prefix_cache is None else prefix_cache
         engine_limits = self._deployment.target.limits
         self._worker = Worker(
-            lambda: self._deployment.make_loop(config),
+            lambda: self._deployment.make_loop(config, prefix_cache=prefix_cache),
             max_requests=engine_limits.max_requests,
             limits=limits,
             observer=ServingMetrics(

@@ -41,6 +41,12 @@ _COUNTERS: tuple[tuple[str, str, dict[str, str], Callable[[LoopTotals], float]],
     ("dspark_steps_total", "Steps of the decoding loop that had work", {}, lambda totals: totals.num_steps),
     ("dspark_tokens_total", "Tokens handed out", {}, lambda totals: totals.num_tokens_emitted),
     ("dspark_prefill_tokens_total", "Prompt tokens read", {}, lambda totals: totals.num_prefill_tokens),
+    (
+        "dspark_prompt_tokens_reused_total",
+        "Prompt tokens that were not read, since another request's K/V were reused",
+        {},
+        lambda totals: totals.num_prompt_tokens_reused,
+    ),
     ("dspark_drafts_total", "Draft tokens", {"state": "proposed"}, lambda totals: totals.num_drafts_proposed),
     ("dspark_drafts_total", "Draft tokens", {"state": "verified"}, lambda totals: totals.num_drafts_verified),
     ("dspark_drafts_total", "Draft tokens", {"state": "accepted"}, lambda totals: totals.num_drafts_accepted),
@@ -135,7 +141,7 @@ class ServingMetrics:
         }
         self._step_parts = {
             part: counter("dspark_step_part_seconds_total", "Time of steps by what it was spent on", part=part)
-            for part in ("ingest", "draft", "verify", "host")
+            for part in ("ingest", "draft", "verify", "copy", "host")
         }
         self._priced = {
             kind: counter(
@@ -221,6 +227,7 @@ class ServingMetrics:
             ("ingest", record.ingest_ms),
             ("draft", record.draft_ms),
             ("verify", record.verify_ms),
+            ("copy", record.copy_ms),
             ("host", record.outside_ms),
         ):
             self._later(self._step_parts[part], milliseconds / 1e3)

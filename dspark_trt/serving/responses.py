@@ -59,6 +59,7 @@ class ResponseWriter:
                 "total_draft_tokens": num_verified,
                 "total_accepted_draft_tokens": num_accepted,
                 "num_steps": statistics.num_steps if statistics else 0,
+                "num_cached_tokens": statistics.num_prompt_tokens_reused if statistics else 0,
             },
         )
         return {name: _MAKERS[name](response) for name in self._wanted}

@@ -54,7 +54,7 @@ class Contexts:
         taps = self.random.standard_normal((sum(query), TAP_WIDTH)).astype(np.float32)
         arrays = np.array(rows), self.lengths[rows], np.array(query)
         self.spoil()
-        pool = self.engine.cache._pool
+        pool = self.engine.cache._pools[0]
         before = [pool[:, :, row, :, :length].clone() for row, length in enumerate(self.lengths.tolist())]
         self.engine.ingest(IngestBatch(torch.from_numpy(taps), *arrays))
         self.reference.ingest(IngestBatch(taps, *arrays))
@@ -140,7 +140,7 @@ def test_taps_of_numpy_and_of_other_float_types_are_converted(tmp_path: Path) ->
     engine.ingest(IngestBatch(np.zeros((6, TAP_WIDTH), np.float32), np.array([1]), np.array([0]), np.array([6])))
     taps = torch.randn((6, TAP_WIDTH)).to(torch.bfloat16)
     rows, past, query = np.array([1]), np.array([0]), np.array([6])
-    pool = engine.cache._pool[:, :, 1, :, :6]
+    pool = engine.cache._pools[0][:, :, 1, :, :6]
     engine.ingest(IngestBatch(taps, rows, past, query))
     found = pool.clone()
     engine.ingest(IngestBatch(taps.float().numpy(), rows, past, query))
@@ -173,7 +173,7 @@ def test_an_overflown_context_does_not_reach_the_next_request_in_its_row(tmp_pat
     contexts = Contexts(*open_engines(tmp_path))
     contexts.ingest([0, 1], [9, 4])
     contexts.draft([0, 1])
-    contexts.engine.cache._pool[:, :, 1, :, : 4 + contexts.engine.gamma] = torch.nan
+    contexts.engine.cache._pools[0][:, :, 1, :, : 4 + contexts.engine.gamma] = torch.nan
     contexts.lengths[1] = 0
     taps = contexts.random.standard_normal((2, TAP_WIDTH)).astype(np.float32)
     batch = IngestBatch(taps, np.array([1]), np.array([0]), np.array([2]))

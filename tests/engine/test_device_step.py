@@ -121,7 +121,7 @@ def test_a_plain_step_and_a_fused_one_share_the_target_s_bucket(steps: FusedStep
 
 
 def test_steps_beyond_the_limits_are_refused_before_anything_is_written(steps: FusedSteps) -> None:
-    caches = [engine.cache._pool for engine in (steps.engines.target, steps.engines.drafter)]
+    caches = [engine.cache._pools[0] for engine in (steps.engines.target, steps.engines.drafter)]
     before = [cache.clone() for cache in caches]
     too_many = steps.inputs([0, 1], [5, 5], 10, chunks=[(4, 61)])
     steps.lengths[1] = LIMITS.max_seq_len - 4

@@ -194,7 +194,7 @@ def test_what_an_overflown_request_left_behind_does_not_reach_the_next_one_in_it
     """0 * NaN is NaN: a mask does not hide it."""
     rows.take([0, 1, 2], [9, 12, 4], 0)
     rows.take([2], [1], 1)  # rows 0 and 1 lie idle inside of the range, and are written behind max_seq_len
-    pool = rows.engine.cache._pool
+    pool = rows.engine.cache._pools[0]
     pool[:, :, 1, :, :12] = torch.nan
     pool[:, :, 1, :, LIMITS.max_seq_len : LIMITS.max_seq_len + 1] = torch.nan
     rows.conversations.tokens[1] = []
@@ -205,7 +205,7 @@ def test_what_an_overflown_request_left_behind_does_not_reach_the_next_one_in_it
 
 def test_a_request_whose_numbers_overflow_does_not_spoil_its_neighbours(rows: Rows) -> None:
     rows.take([0, 1, 2], [9, 12, 4], 0)
-    rows.engine.cache._pool[:, :, 1, :, 5] = torch.nan
+    rows.engine.cache._pools[0][:, :, 1, :, 5] = torch.nan
     step = rows.conversations.step([1, 2, 0], [2, 4, 1], 3)
     output, expected = rows.engine.forward(step.batch).logits.numpy(), rows.reference.forward(step.batch).logits
     assert np.isnan(output[:2]).all()
@@ -215,10 +215,10 @@ def test_a_request_whose_numbers_overflow_does_not_spoil_its_neighbours(rows: Ro
 def test_a_request_whose_numbers_overflow_leaves_nothing_in_rows_without_tokens(rows: Rows) -> None:
     """Row 0 lies idle beside a call whose first token, which idle rows point at, is the one that overflows."""
     rows.take([0, 1, 2], [9, 12, 4], 0)
-    rows.engine.cache._pool[:, :, 1, :, 5] = torch.nan
+    rows.engine.cache._pools[0][:, :, 1, :, 5] = torch.nan
     overflown = rows.conversations.step([1, 2], [2, 1], 2)
     assert np.isnan(rows.engine.forward(overflown.batch).logits.numpy()[:2]).all()
-    assert not rows.engine.cache._pool[:, :, 0].isnan().any()
+    assert not rows.engine.cache._pools[0][:, :, 0].isnan().any()
     step = rows.conversations.step([0], [1], 1)
     output, expected = rows.engine.forward(step.batch).logits.numpy(), rows.reference.forward(step.batch).logits
     np.testing.assert_allclose(output, expected, atol=TOLERANCE, rtol=0)

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract.drafter_form import DrafterForm
@@ -17,7 +19,7 @@ from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.reference.engines import open_reference_engines
 from tests.engine.test_drafter_forms_in_loops import requests
 from tests.engine.test_onnxruntime_drafter import LIMITS, Contexts, assert_same_drafts
-from tests.support.conversations import open_pair, read_pair
+from tests.support.conversations import Conversations, open_pair, open_target, read_pair
 from tests.support.device_cases import LIMITS as SMALL_LIMITS
 from tests.support.device_cases import Pair as SmallPair
 from tests.support.device_cases import check_distribution
@@ -59,6 +61,33 @@ def test_drafts_equal_the_oracle_and_greedy_tokens_are_the_targets(case: str, tm
     assert {key: each.token_ids for key, each in outputs.items()} == {
         key: each.token_ids for key, each in plain.items()
     }
+
+
+@pytest.mark.parametrize(
+    ("dialect", "layer_ids", "inputs"),
+    [("deepspec", (0, 4, 7), (1, 5, 8)), ("community", None, (2, 4, 5)), ("speculators", (0, 3, 6), (0, 3, 6))],
+)
+def test_taps_are_those_that_the_trainer_took(
+    dialect: str, layer_ids: tuple[int, ...] | None, inputs: tuple[int, ...], tmp_path: Path
+) -> None:
+    """`inputs`: numbers of Hugging Face's hidden_states, by the trainer's own code."""
+    target_folder = write_target(tmp_path / "target", family="qwen3", layers=8)
+    target, drafter = read_pair(
+        target_folder, write_eagle3(tmp_path / "drafter", target_folder, dialect, layer_ids=layer_ids)
+    )
+    engine = open_target(
+        target,
+        tmp_path / "graphs",
+        taps=drafter.spec.target_layer_ids,
+        norm_last_tap=drafter.spec.is_last_tap_normed,
+        limits=LIMITS,
+    )
+    step = Conversations(num_rows=1, vocab_size=97).step([0], [11], num_decode=0)
+    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32)
+    with torch.no_grad():
+        states = model(torch.from_numpy(step.batch.token_ids)[None], output_hidden_states=True).hidden_states
+    expected = torch.cat([states[layer][0] for layer in inputs], dim=-1).numpy()
+    np.testing.assert_allclose(engine.forward(step.batch).taps, expected, atol=1e-4, rtol=0)
 
 
 def test_blocks_of_every_length_equal_the_oracle_in_a_chosen_vocabulary(tmp_path: Path) -> None:

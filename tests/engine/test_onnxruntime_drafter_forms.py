@@ -16,7 +16,7 @@ from dspark_trt.contract.bindings import Binding
 from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.protocol import DraftOutput
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import Linears
+from dspark_trt.graphs.linears import Linears
 from dspark_trt.graphs.weights import WeightFolder
 from dspark_trt.reference.engines import ReferenceDraftEngine, open_reference_engines
 from dspark_trt.reference.heads import ReferenceHeads

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from dspark_trt.checkpoints.families import FULL, SLIDING
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims, target_dims
@@ -51,6 +52,7 @@ HEADS: dict[str, dict[str, Any]] = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tied": True, "biases": True},
     "qwen3": {"family": "qwen3"},
+    "llama windows": {"config_extra": {"layer_types": [FULL, SLIDING] * 2, "sliding_window": 3}},
     "llama linear": {"rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}, "kv_heads": 1},
 }
 RELATIVE_ERROR = {"bfloat16": 0.03, "float16": 0.004}  # of the root mean square, with 8 and 11 bits of mantissa

@@ -25,7 +25,9 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+ARCHITECTURES = {"qwen3_moe": "qwen3moe"}  # where GGUF calls a family otherwise
 
 
 def write_gguf(
@@ -39,7 +41,7 @@ def write_gguf(
     """Convert the target in `folder`. `metadata` is laid over the architecture's keys,
     `tensors` are added as they are."""
     config = json.loads((folder / "config.json").read_text())
-    family = config["model_type"]
+    family = ARCHITECTURES.get(config["model_type"], config["model_type"])
     values: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
         "context_length": config["max_position_embeddings"],
@@ -53,6 +55,9 @@ def write_gguf(
         "rope.freq_base": config["rope_parameters"]["rope_theta"],
         "rope.dimension_count": config["head_dim"],
         "vocab_size": config["vocab_size"],
+        "expert_count": config.get("num_local_experts"),
+        "expert_used_count": config.get("num_experts_per_tok"),
+        "expert_feed_forward_length": config.get("moe_intermediate_size"),
         **(metadata or {}),
     }
     writer = gguf.GGUFWriter(path, family)
@@ -65,7 +70,10 @@ def write_gguf(
     stored: dict[str, Array] = {}
     for file in sorted(folder.glob("*.safetensors")):
         stored |= load_file(file)
-    for name, tensor in stored.items():
+    for name, tensor in _with_stacks(stored).items():
+        if tensor.ndim == 3:
+            writer.add_tensor(name, tensor)
+            continue
         array = np.ascontiguousarray(_permuted(name, tensor.astype(np.float32), config))
         if array.ndim == 2:
             writer.add_tensor(_name(name), gguf.quantize(array, matrix_type), raw_dtype=matrix_type)
@@ -125,6 +133,19 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_float32(key, value)
     else:
         writer.add_uint32(key, value)
+
+
+def _with_stacks(tensors: dict[str, Array]) -> dict[str, Array]:
+    """With the experts of a layer in three stacks, which have their names in the file."""
+    rest, experts = {}, {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            rest[name] = tensor
+            continue
+        _, _, layer, _, _, expert, module, _ = name.split(".")
+        kind = module.removesuffix("_proj")
+        experts.setdefault(f"blk.{layer}.ffn_{kind}_exps.weight", {})[int(expert)] = tensor
+    return rest | {name: np.stack([parts[index] for index in sorted(parts)]) for name, parts in experts.items()}
 
 
 def _name(name: str) -> str:

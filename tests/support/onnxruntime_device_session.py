@@ -132,10 +132,11 @@ def spoil(pair: DevicePair, lengths: NDArray[np.int64], context_lengths: NDArray
     for engine, valid in ((engines.target, lengths), (engines.drafter, context_lengths)):
         if valid is not None:
             for row, length in enumerate(valid):
-                engine.cache._pool[:, :, row, :, int(length) :] = 3e4
+                for pool in engine.cache._pools:
+                    pool[:, :, row, :, int(length) :] = 3e4
 
 
 def valid_positions(pair: DevicePair, lengths: NDArray[np.int64]) -> list[torch.Tensor]:
     """A copy of what the target's rows hold."""
-    pool = pair.engines.target.cache._pool
+    pool = pair.engines.target.cache._pools[0]
     return [pool[:, :, row, :, : int(length)].clone() for row, length in enumerate(lengths)]

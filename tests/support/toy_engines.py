@@ -79,7 +79,6 @@ class _Store:
         moved = self.read(source, num_positions)
         self.tokens[destination] = EMPTY
         self.tokens[destination, :num_positions] = moved
-        self.tokens[source] = EMPTY
 
 
 class FailingEngine:
@@ -195,7 +194,8 @@ class ToyDrafter(FailingEngine):
         self.store = _Store(limits)
         self.edit_output: Callable[[DraftBatch, DraftOutput], None] | None = None
         self._last: DraftOutput | None = None
-        self._next_ids: dict[int, int] = {}  # of each row, behind its last ingested position
+        # of each position that was ingested, the token behind it
+        self._next_ids = np.full((limits.max_requests, limits.max_seq_len), EMPTY, dtype=np.int64)
 
     @property
     def limits(self) -> EngineLimits:
@@ -224,8 +224,8 @@ class ToyDrafter(FailingEngine):
         assert batch.next_ids is not None
         assert batch.token_ids[part].tolist() == tokens.tolist(), "ids of other positions"
         assert batch.next_ids[part][:-1].tolist() == tokens[1:].tolist(), "another token follows"
-        assert not past or self._next_ids[row] == tokens[0], "another token follows the call before"
-        self._next_ids[row] = int(batch.next_ids[part][-1])
+        assert not past or self._next_ids[row, past - 1] == tokens[0], "another token follows the call before"
+        self._next_ids[row, past : past + len(tokens)] = batch.next_ids[part]
 
     @property
     def draft_vocab(self) -> np.ndarray | None:
@@ -262,7 +262,7 @@ class ToyDrafter(FailingEngine):
         temperature = float(batch.temperatures[at])
         row, anchor_id = int(batch.rows[at]), int(batch.anchor_ids[at])
         context = [*self.store.read(row, int(batch.past_lengths[at])), anchor_id]
-        assert self._next_ids[row] == anchor_id, "the anchor does not follow what was ingested"
+        assert self._next_ids[row, len(context) - 2] == anchor_id, "the anchor does not follow what was ingested"
         begin, acceptance, margins = len(context), [], []
         num_slots = batch.uniforms.shape[1]
         ids = np.arange(self.language.vocab_size) if self._draft_vocab is None else self._draft_vocab
@@ -285,7 +285,7 @@ class ToyDrafter(FailingEngine):
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._called("move_row")
         self.store.move(source, destination, num_positions)
-        self._next_ids[destination] = self._next_ids.pop(source)
+        self._next_ids[destination, :num_positions] = self._next_ids[source, :num_positions]
 
     def _forget(self) -> None:
         if self._last is not None:
@@ -342,6 +342,7 @@ def make_loop(
     lookup: LookupAcceptance | None = None,
     num_lookup_drafts: int = 4,
     on_verified: OnVerified | None = None,
+    prefix_cache: bool = False,
 ) -> DecodingLoop:
     """`calibration` is neutral where none is given; num_lookup_drafts: where nothing but `lookup` drafts."""
     num_slots = drafter.gamma if drafter else num_lookup_drafts if lookup else 0
@@ -356,6 +357,7 @@ def make_loop(
         eos_token_ids=eos_token_ids,
         decode=decode,
         scheduler=scheduler,
+        prefix_cache=prefix_cache,
     )
 
 

@@ -32,7 +32,13 @@ CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 NUM_TOKENS = 16
 LONG = 3000
 # How much is drafted depends on measured times, so two equal requests may differ in these.
-DECIDED_BY_THE_SCHEDULE = ("total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate", "num_steps")
+DECIDED_BY_THE_SCHEDULE = (
+    "total_draft_tokens",
+    "total_accepted_draft_tokens",
+    "acceptance_rate",
+    "num_steps",
+    "num_cached_tokens",
+)
 PUBLISHED_WITHIN_S = 1.0  # metrics are brought up to date a few times a second
 GONE_WITHIN_S = 10.0  # on a loaded machine; two steps on a quiet one
 
@@ -248,6 +254,14 @@ def test_concurrent_streams_are_byte_exact(client: openai.OpenAI, in_process: In
 
     with ThreadPoolExecutor(len(prompts)) as clients:
         assert list(clients.map(ask, prompts)) == expected
+
+
+def test_usage_tells_what_of_a_prompt_was_not_read_again(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"max_tokens": 8, "extra_body": {"ignore_eos": True, "cache_salt": "usage"}}
+    first, again = (complete(client, "one two three four " * 20, **fields) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.usage.prompt_tokens // 2 < again.usage.prompt_tokens_details.cached_tokens < again.usage.prompt_tokens
+    assert again.choices[0].text == first.choices[0].text
 
 
 def test_generate_answers_as_triton_does(server: TritonServer, front_end: FrontEndProcess) -> None:

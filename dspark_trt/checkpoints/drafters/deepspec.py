@@ -1,8 +1,11 @@
-"""DeepSpec's dialect, which NeMo AutoModel writes too: `Qwen3DSparkModel`, every key at the top level.
+"""DeepSpec's dialect, which NeMo AutoModel writes too: `Qwen3DSparkModel` and `Gemma4DSparkModel`, every key at the top
+level.
 
 Anchor first, unless sample_from_anchor says otherwise; layer ids count from 0, and taps are Hugging Face's
 `hidden_states[id + 1]`, so that the last layer's is normalised (NeMo hooks the final norm for it). Attention is
-bidirectional over the whole context. Source: DeepSpec and NeMo AutoModel, their DSpark models and target wrappers.
+bidirectional over the whole context. The layers of Gemma 4's drafter are all made like its target's full layers, and
+the soft cap of its logits is for the base logits alone. Source: DeepSpec and NeMo AutoModel, their DSpark models and
+target wrappers.
 """
 
 from __future__ import annotations
@@ -17,20 +20,43 @@ from dspark_trt.checkpoints.drafters.description import (
     stated_mask_first,
     without,
 )
+from dspark_trt.checkpoints.gemma4 import GemmaKeys, read_decoder
+from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.errors import CheckpointError
 
 ARCHITECTURE = "Qwen3DSparkModel"
+GEMMA4_ARCHITECTURE = "Gemma4DSparkModel"
 DIALECT = "DeepSpec"
+_FULL = "full_attention"
 
 
 def read(values: dict[str, Any], where: str) -> Description:
     """Raises CheckpointError as `describe` does."""
+    return _read(values, where, ARCHITECTURE, None)
+
+
+def read_gemma4(values: dict[str, Any], where: str) -> Description:
+    """Raises CheckpointError as `describe` and `read_decoder` of Gemma 4 do."""
+    types, num_layers = values.get("layer_types"), values.get("num_hidden_layers")
+    if types and any(each != _FULL for each in types):
+        raise CheckpointError(
+            f"{where}: layer_types has {sorted(set(map(str, types)) - {_FULL})}: the layers of {GEMMA4_ARCHITECTURE} "
+            f"see the whole context; expected {_FULL} in all of them"
+        )
+    layers = {"layer_types": types or [_FULL] * (num_layers if isinstance(num_layers, int) else 0)}
+    if values.get("global_head_dim") is not None:  # which DeepSpec reads: the other may be a copy of the target's
+        values = without(values, "per_layer_config")
+    _, decoder = read_decoder({**values, **layers}, where, is_causal=False)
+    return _read(without(values, *GemmaKeys.model_fields), where, GEMMA4_ARCHITECTURE, decoder)
+
+
+def _read(values: dict[str, Any], where: str, architecture: str, decoder: DecoderSpec | None) -> Description:
     flat = flattened(values, "dflash_config", where)  # some exporters repeat keys there
     if flat.get("causal") is False:
         flat = without(flat, "causal")
     if flat.get("causal"):
         raise CheckpointError(
-            f"{where}: causal = true: DeepSpec's {ARCHITECTURE} sees its whole block; remove the key, or use another "
+            f"{where}: causal = true: DeepSpec's {architecture} sees its whole block; remove the key, or use another "
             "architecture's name"
         )
     if (draft_vocab := flat.get("draft_vocab_size")) not in (None, flat.get("vocab_size")):
@@ -44,4 +70,5 @@ def read(values: dict[str, Any], where: str) -> Description:
         dialect=DIALECT,
         is_mask_first=bool(stated_mask_first(flat, where)),
         is_last_tap_normed=True,
+        decoder=decoder,
     )

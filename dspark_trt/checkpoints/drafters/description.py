@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, refuse_unsupported
-from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, MarkovHeadType
+from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec, MarkovHeadType
 from dspark_trt.errors import CheckpointError
 
 _MAX_BLOCK = 1024  # beyond any drafter
@@ -63,6 +63,7 @@ def describe(
     block_attention: tuple[BlockAttention, ...] = (),
     layer_ids_key: str = "target_layer_ids",
     layer_id_offset: int = 0,
+    decoder: DecoderSpec | None = None,
     **more: Any,
 ) -> Description:
     """From the keys under DeepSpec's names, without those that the dialect has read itself.
@@ -70,6 +71,7 @@ def describe(
     Args:
         layer_ids_key: how the dialect calls target_layer_ids, for messages.
         layer_id_offset: what one of its layer ids is above the number of the layer whose output it means.
+        decoder: where the dialect has read its keys too; None: layers are Qwen3's.
 
     Raises CheckpointError for missing, wrong and unsupported keys.
     """
@@ -97,7 +99,7 @@ def describe(
                 "engines disagree about what a slot sees then; expected a window of a block or more"
             )
     spec = BlockDrafterSpec(
-        decoder=decoder_spec(config, "qwen3", where),
+        decoder=decoder or decoder_spec(config, "qwen3", where),
         gamma=gamma,
         mask_token_id=config.mask_token_id,
         target_layer_ids=taps,

@@ -25,7 +25,6 @@ from pydantic import Field, PositiveInt
 
 from dspark_trt.checkpoints.config import (
     DecoderConfig,
-    Family,
     architectures_of,
     decoder_spec,
     parse,
@@ -37,7 +36,7 @@ from dspark_trt.checkpoints.drafters.shared import refuse_ambiguous_head, withou
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import open_safetensors
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, Eagle3Spec, TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.spec import DrafterCheckpoint, Eagle3Spec, Family, TargetCheckpoint, TargetSpec
 from dspark_trt.errors import CheckpointError
 
 DEFAULT_NUM_DRAFTS = 7  # where neither option nor checkpoint names a number
@@ -200,8 +199,13 @@ def _describe(
         values["target_layer_ids"] = [1, num_layers // 2 - 1, num_layers - 4]
     config = parse(Eagle3Config, values, where, _HINTS)
     _check(config, where)
+    decoder = decoder_spec(config, family, where)
+    if decoder.rope.rope_type == "default":
+        # many say 2048, the length of the texts that they were trained on; plain rotation goes on behind it
+        reach = max(decoder.max_position_embeddings, target.decoder.max_position_embeddings)
+        decoder = replace(decoder, max_position_embeddings=reach)
     spec = Eagle3Spec(
-        decoder=decoder_spec(config, family, where),
+        decoder=decoder,
         gamma=num_drafts or config.ttt_length or DEFAULT_NUM_DRAFTS,
         target_layer_ids=tuple(config.target_layer_ids),
         has_own_embedding=False,

@@ -17,9 +17,11 @@ _USE = (
     "expected a block drafter (DSpark or DFlash) of DeepSpec, speculators, SpecForge, NeMo or z-lab, or an EAGLE-3 "
     "drafter of DeepSpec, speculators, SpecForge, AngelSlim or EAGLE, for example deepseek-ai/dspark_qwen3_8b_block7"
 )
+_GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
 _SPECULATORS = {"dspark": speculators.read, "dflash": speculators.read}
 _ARCHITECTURES: dict[str, BlockReader] = {
     deepspec.ARCHITECTURE: deepspec.read,
+    deepspec.GEMMA4_ARCHITECTURE: deepspec.read_gemma4,
     "DFlashDraftModel": dflash.read_zlab,
     "DSparkDraftModel": dflash.read_specforge,
     "Qwen3DFlashDraftModel": dflash.read_nemo,
@@ -57,7 +59,7 @@ def _other_format(values: dict[str, Any]) -> str | None:
     if "Hydra" in architecture or kind == "hydra" or "hydra_num_heads" in values:
         return "the Hydra format (heads that see the drafts before them)"
     if "pard_token" in values or "Pard" in architecture or str(kind).startswith("pard"):
-        return f"a PARD form that is not read ({architecture}; expected LlamaForCausalLM or Qwen3ForCausalLM)"
+        return f"a PARD form that is not read ({architecture}; expected a target family's, as LlamaForCausalLM)"
     if "MTP" in architecture or str(kind) in ("mtp", "fast_mtp", "fastmtp"):
         return f"the form of an MTP module ({architecture})"
     if kind is not None:
@@ -70,12 +72,11 @@ def _other_format(values: dict[str, Any]) -> str | None:
         return f"the Domino format ({architecture})"
     if architecture == "DFlashDraftModel" and projector.get("projector_type") == "dspark":
         return "DFlashDraftModel with projector_type 'dspark' (SpecForge's name for that is DSparkDraftModel)"
-    if "Gemma4" in architecture:
-        return f"DeepSpec's Gemma 4 form ({architecture}), another decoder layer"
     if "dspark_block_size" in values or "DeepseekV4" in architecture:
         return f"the DeepSeek-V4 form ({architecture}), a drafter inside its target"
     if architecture not in _ARCHITECTURES:
         return f"the format {architecture}"
-    if values.get("model_type") not in ("qwen3", "dspark"):
-        return f"{architecture} with model_type {values.get('model_type')!r} (expected 'qwen3')"
+    expected = _GEMMA4_TYPES if architecture == deepspec.GEMMA4_ARCHITECTURE else ("qwen3", "dspark")
+    if values.get("model_type") not in expected:
+        return f"{architecture} with model_type {values.get('model_type')!r} (expected {expected[0]!r})"
     return None

@@ -3,7 +3,7 @@
 A model with fewer rows of its embedding than the target has a draft vocabulary: the ids below. Rows beyond the
 target's vocabulary are left out. Whether equal ids are equal tokens is for `vocabularies` to say, from the tokenizers.
 
-PARD (`pard_token` in the configuration of an ordinary Llama or Qwen3 checkpoint): one mask token, which stands at every
+PARD (`pard_token` in the configuration of an ordinary checkpoint): one mask token, which stands at every
 place behind the anchor; attention is the model's own, causal one. `spd_type`, where it is written, is `pard`.
 Source: PARD (arXiv 2504.18583), its training and inference code.
 """

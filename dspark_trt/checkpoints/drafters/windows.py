@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dspark_trt.checkpoints.drafters.description import without
+from dspark_trt.checkpoints.families import FULL, SLIDING
 from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention
 from dspark_trt.errors import CheckpointError
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 WINDOW_KEYS = ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers")
 CAUSAL_KEYS = ("is_causal", "causal")
 
@@ -45,14 +45,14 @@ def read_windows(
             f"{where}: layer_types: expected one entry for each of the {values.get('num_hidden_layers')} layers "
             f"(num_hidden_layers), found {found}; correct one of them"
         )
-    if unknown := sorted({str(each) for each in types} - {_FULL, _SLIDING}):
+    if unknown := sorted({str(each) for each in types} - {FULL, SLIDING}):
         raise CheckpointError(
-            f"{where}: layer_types has {unknown}, which is not implemented; expected {_FULL} or {_SLIDING}"
+            f"{where}: layer_types has {unknown}, which is not implemented; expected {FULL} or {SLIDING}"
         )
-    window = _window(values, where) if _SLIDING in types else None
+    window = _window(values, where) if SLIDING in types else None
     of_type = {
-        _FULL: PLAIN_ATTENTION if not is_causal else BlockAttention(is_causal=True),
-        _SLIDING: BlockAttention(
+        FULL: PLAIN_ATTENTION if not is_causal else BlockAttention(is_causal=True),
+        SLIDING: BlockAttention(
             is_causal=is_sliding_causal if is_causal is None else is_causal, window=window, window_from=window_from
         ),
     }

@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from dspark_trt.checkpoints.drafters.block import block_spec
-from dspark_trt.checkpoints.drafters.deepspec import ARCHITECTURE
+from dspark_trt.checkpoints.drafters.deepspec import ARCHITECTURE, GEMMA4_ARCHITECTURE
 from dspark_trt.checkpoints.drafters.draft_ids import D2T, T2D
+from dspark_trt.checkpoints.families import FAMILIES
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import (
     PLAIN_ATTENTION,
     BlockDrafterSpec,
+    DecoderSpec,
     DrafterCheckpoint,
     RopeSpec,
     TargetCheckpoint,
@@ -30,7 +32,6 @@ from dspark_trt.checkpoints.spec import (
 from dspark_trt.errors import CheckpointError
 
 Form = Literal["deepspec", "speculators"]
-_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 Written = tuple[dict[str, Any], dict[str, NDArray[Any]]]
 
@@ -59,6 +60,7 @@ def write_drafter(
             f"{'behind' if is_normed else 'before'} it; this drafter cannot be written in that form"
         )
     config, tensors = make()
+    config = {key: value for key, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     path = folder / "model.safetensors"
     save_file({name: np.ascontiguousarray(each) for name, each in tensors.items()}, path, metadata={"format": "pt"})
@@ -82,7 +84,7 @@ def _deepspec(spec: BlockDrafterSpec, drafter: DrafterCheckpoint, target: Target
             "whole context and the whole block; use --to speculators"
         )
     config = {
-        "architectures": [ARCHITECTURE],
+        "architectures": [ARCHITECTURE if spec.decoder.gemma is None else GEMMA4_ARCHITECTURE],
         **_decoder_keys(spec, drafter),
         "layer_types": ["full_attention"] * spec.decoder.num_layers,
         "num_target_layers": target.spec.decoder.num_layers,
@@ -100,6 +102,11 @@ def _deepspec(spec: BlockDrafterSpec, drafter: DrafterCheckpoint, target: Target
 def _speculators(
     spec: BlockDrafterSpec, drafter: DrafterCheckpoint, target: TargetCheckpoint, verifier: str
 ) -> Written:
+    if spec.decoder.gemma is not None or target.spec.family == "gemma4":
+        raise CheckpointError(
+            "transformer_layer_config: the drafter's layers are Gemma 4's, and the speculators form has Qwen3's; use "
+            "--to deepspec"
+        )
     has_heads = spec.markov_rank > 0 or spec.has_confidence_head
     kind = "dspark" if has_heads else "dflash"
     windows, is_non_causal = _window_keys(spec)
@@ -128,7 +135,7 @@ def _proposal(spec: BlockDrafterSpec, target: TargetSpec, kind: str, verifier: s
         "algorithm": kind,
         "default_proposal_method": "greedy",
         "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": spec.gamma}],
-        "verifier": {"name_or_path": verifier, "architectures": [_FAMILIES[target.family]]},
+        "verifier": {"name_or_path": verifier, "architectures": [FAMILIES[target.family].architecture]},
     }
 
 
@@ -171,6 +178,26 @@ def _decoder_keys(spec: BlockDrafterSpec, drafter: DrafterCheckpoint) -> dict[st
         "attention_dropout": 0.0,
         "tie_word_embeddings": False,
         "dtype": drafter.weights.info("fc.weight").dtype,
+        **(_gemma_keys(decoder) if decoder.gemma else {}),
+    }
+
+
+def _gemma_keys(decoder: DecoderSpec) -> dict[str, Any]:
+    """What Gemma 4's configuration says otherwise; None: not at all."""
+    assert decoder.gemma is not None
+    return {
+        "model_type": "gemma4_text",
+        "hidden_act": None,
+        "hidden_activation": "gelu_pytorch_tanh",
+        "global_head_dim": decoder.head_dim,
+        "num_global_key_value_heads": decoder.num_kv_heads,
+        "attention_k_eq_v": decoder.shape_of(0).is_value_of_key,
+        "final_logit_softcapping": decoder.gemma.logit_softcap,
+        "rope_parameters": {"full_attention": _rope_keys(decoder.rope)},
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "enable_moe_block": False,
+        "use_double_wide_mlp": False,
     }
 
 

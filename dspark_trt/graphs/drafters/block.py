@@ -15,9 +15,10 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.drafter_form import columns_of
 from dspark_trt.graphs.attention import block_attention, context_writer
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import DecoderParts, Linears
+from dspark_trt.graphs.decoder import DecoderParts
 from dspark_trt.graphs.drafters.parts import ChosenRows, DrafterParts
 from dspark_trt.graphs.heads import emit_markov_head
+from dspark_trt.graphs.linears import Linears
 
 
 class BlockGraphs:
@@ -98,7 +99,8 @@ class BlockGraphs:
         # the anchor, then masks
         is_anchor = builder.constant(np.arange(dims.block_length) == 0)
         block = builder.op("Where", is_anchor, anchors, builder.scalar(spec.mask_token_id))  # [R, length]
-        x = builder.op("Gather", parts.embedding(builder), builder.op("Reshape", block, builder.vector(-1)), axis=0)
+        rows = builder.op("Gather", parts.embedding(builder), builder.op("Reshape", block, builder.vector(-1)), axis=0)
+        x = layers.embedded(rows)
         for layer in range(spec.decoder.num_layers):
             x = layers.layer(layer, x, attention)
         if dims.is_mask_first:

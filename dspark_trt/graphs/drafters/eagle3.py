@@ -19,9 +19,10 @@ from dspark_trt.checkpoints.spec import Eagle3Spec
 from dspark_trt.contract import bindings
 from dspark_trt.graphs.attention import context_writer, slot_attention
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import DecoderParts, Linears
+from dspark_trt.graphs.decoder import DecoderParts
 from dspark_trt.graphs.drafters.parts import ChosenRows, DrafterParts
 from dspark_trt.graphs.heads import emit_draw, emit_margin
+from dspark_trt.graphs.linears import Linears
 
 _LAYER = "layers.0"
 
@@ -51,6 +52,7 @@ class Eagle3Graphs:
         """gamma runs of the layer. The first one writes the last context position once more, as it is there."""
         dims, spec = parts.dims, self.spec
         embedding = parts.embedding(builder)
+        slots = slot_attention(builder, spec.decoder, dims)
         feature, token = bindings.ROW_STATES, bindings.ANCHOR_IDS
         drafts, logits = [], []
         for slot in range(dims.gamma):
@@ -59,7 +61,7 @@ class Eagle3Graphs:
                 positions = builder.op("Max", positions, builder.scalar(0))  # [R]
                 num_positions = dims.limits.max_seq_len + dims.gamma
                 layers = self._layers(builder, parts, positions, num_positions, num_runs=dims.gamma)
-                attention = slot_attention(builder, spec.decoder, dims, slot=slot, positions=positions)
+                attention = slots.at(slot, positions)
                 embedded = builder.op("Gather", embedding, token, axis=0)
                 joined, residual = self._joined(builder, layers, embedded, feature)
                 attended = attention.attend(0, layers.query_key(0, joined), layers.value(0, joined))

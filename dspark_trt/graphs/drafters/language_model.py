@@ -20,6 +20,7 @@ from dspark_trt.graphs.attention import model_attention
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts
 from dspark_trt.graphs.drafters.parts import ChosenRows, DrafterParts
+from dspark_trt.graphs.experts import Experts
 from dspark_trt.graphs.heads import emit_draw, emit_margin
 
 
@@ -44,12 +45,13 @@ class LanguageModelGraphs:
             bits=parts.bits.drafter_layers,
             positions=bindings.POSITIONS,
             num_positions=dims.limits.max_seq_len + dims.gamma,
+            experts=self._experts(builder, parts),
         )
         attention = model_attention(builder, spec.decoder, dims)
         token_ids = bindings.TOKEN_IDS
         if spec.draft_vocab_size is not None:  # the target's other ids have no row
             token_ids = builder.op("Min", token_ids, builder.scalar(spec.draft_vocab_size - 1))
-        x = builder.op("Gather", parts.embedding(builder), token_ids, axis=0)
+        x = layers.embedded(builder.op("Gather", parts.embedding(builder), token_ids, axis=0))
         for layer in range(spec.decoder.num_layers):
             x = layers.layer(layer, x, attention)
         h = layers.norm(builder.op("Gather", x, bindings.LOGIT_ROWS, axis=0), "norm")  # [L, D]
@@ -69,3 +71,9 @@ class LanguageModelGraphs:
             builder.op("Gather", builder.constant(parts.ids), columns, axis=0, output=bindings.DRAFT_IDS)
         builder.op("Identity", logits, output=bindings.DRAFT_LOGITS)
         emit_margin(builder, dims.vocab_size)
+
+    def _experts(self, builder: GraphBuilder, parts: DrafterParts) -> Experts | None:
+        if (spec := self.spec.decoder.experts) is None:
+            return None
+        bits, attention = parts.bits.drafter_layers, parts.dims.attention
+        return Experts(builder, spec, parts.weights, parts.numbers, bits=bits, attention=attention)

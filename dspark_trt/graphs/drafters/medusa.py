@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from dspark_trt.checkpoints.spec import MedusaSpec
 from dspark_trt.contract import bindings
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import Linears
 from dspark_trt.graphs.drafters.parts import ChosenRows, DrafterParts
 from dspark_trt.graphs.heads import emit_draw, emit_margin
+from dspark_trt.graphs.linears import Linears
 
 
 @dataclass(frozen=True, slots=True)

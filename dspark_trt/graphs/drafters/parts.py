@@ -17,7 +17,8 @@ from dspark_trt.checkpoints.spec import DrafterSpec
 from dspark_trt.contract.dims import DrafterDims
 from dspark_trt.contract.drafter_form import LOWEST, columns_of
 from dspark_trt.graphs.builder import GraphBuilder
-from dspark_trt.graphs.decoder import Linears
+from dspark_trt.graphs.decoder import softcapped
+from dspark_trt.graphs.linears import Linears
 from dspark_trt.graphs.numbers import Numbers
 from dspark_trt.graphs.quantize import LinearBits, Quantisation
 from dspark_trt.graphs.weights import TensorSource
@@ -57,6 +58,8 @@ class DrafterParts:
             is_read_again=self.dims.is_sequential and self.dims.gamma > 1,
         )
         logits = head(hidden, self.head_name)
+        if (cap := self.spec.decoder.logit_softcap) is not None:
+            logits = softcapped(builder, logits, cap, self.dims.element_type)
         if self.ids is not None or self.own_ids is None:
             return logits
         return _on_every_id(builder, logits, self.own_ids, self.dims, self.numbers)

@@ -114,9 +114,19 @@ class Answering:
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_generated,
             "total_tokens": num_prompt_tokens + num_generated,
+            "prompt_tokens_details": {"cached_tokens": num_cached(tallies, len(self.prompts))},
         }
         speculation = tallies[0].speculation(self.gamma) if len(tallies) == 1 else None
         return {"usage": usage, "metrics": {"speculative_decoding": speculation} if speculation else None}
+
+
+def num_cached(tallies: Sequence[Tally], num_prompts: int) -> int:
+    """Of all prompts, each counted once: several answers to one prompt share what the first of them reads."""
+    num_each = len(tallies) // num_prompts
+    return sum(
+        min(tally.num_cached_tokens for tally in tallies[first : first + num_each])
+        for first in range(0, len(tallies), num_each)
+    )
 
 
 def event(fields: dict[str, Any]) -> bytes:

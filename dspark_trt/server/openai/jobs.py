@@ -42,6 +42,7 @@ _SAME_NAMES = (  # fields of ours that the engine model has under the same name
     "max_verify_len",
     "timeout_ms",
     "priority",
+    "cache_salt",
 )
 
 

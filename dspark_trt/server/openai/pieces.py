@@ -78,6 +78,11 @@ class Tally:
         self._tokens_of_steps.append(len(piece.token_ids))
         self._last = piece
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that another request had computed; known with the last piece."""
+        return 0 if self._last is None else self._last.num_cached_tokens
+
     def speculation(self, gamma: int) -> dict[str, Any] | None:
         """vLLM's `metrics.speculative_decoding` of a whole answer; None where no draft was verified.
 

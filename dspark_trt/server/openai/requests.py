@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from dspark_trt.runtime.request import MAX_LOG_PROBS
+from dspark_trt.runtime.request import MAX_LOG_PROBS, MAX_SALT_CHARACTERS
 from dspark_trt.server.openai.settings import MAX_CHOICES
 from dspark_trt.serving.limits import (
     MAX_BAD_WORD_CHARACTERS,
@@ -88,6 +88,7 @@ class GenerationFields(_Strict):
     draft: bool | None = None
     max_verify_len: Count | None = None
     timeout_ms: Annotated[int, Field(ge=0, le=MAX_TIMEOUT_MS)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARACTERS)] | None = None
     priority: Annotated[int, Field(ge=MIN_PRIORITY, le=MAX_PRIORITY)] | None = None
 
     @field_validator("stop", mode="before")

@@ -37,6 +37,7 @@ _OUTPUTS = (
     "num_steps",
     "total_draft_tokens",
     "total_accepted_draft_tokens",
+    "num_cached_tokens",
 )
 _PROBE = {
     "text_input": np.array([[b"probe"]], dtype=np.object_),
@@ -63,6 +64,7 @@ class Piece:
     num_steps: int
     num_drafts_verified: int
     num_drafts_accepted: int
+    num_cached_tokens: int = 0  # of the prompt
 
 
 class Models:
@@ -196,6 +198,7 @@ def _piece(result: triton.InferResult, num_log_probs: int | None) -> Piece:
         num_steps=at_the_end("num_steps"),
         num_drafts_verified=at_the_end("total_draft_tokens"),
         num_drafts_accepted=at_the_end("total_accepted_draft_tokens"),
+        num_cached_tokens=at_the_end("num_cached_tokens"),
     )
 
 

@@ -252,7 +252,7 @@ def test_what_is_ambiguous_is_refused_with_the_key_that_decides(
         ({"architectures": ["DominoDraftModel"]}, "Domino"),
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "domino"}}, "Domino"),
         ({"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}}, "DSparkDraftModel"),
-        ({"architectures": ["Gemma4DSparkModel"]}, "Gemma 4"),
+        ({"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel with model_type .qwen3."),
         ({"architectures": ["DeepseekV4ForCausalLM"], "dspark_block_size": 5}, "DeepSeek-V4"),
         ({"architectures": ["Lfm2DSparkDraftModel"]}, "Lfm2DSparkDraftModel"),
         ({"architectures": None}, "the format none"),

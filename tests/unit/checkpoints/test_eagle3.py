@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dspark_trt.checkpoints.drafter import read_drafter, read_drafter_spec
+from dspark_trt.checkpoints.drafters.writing import write_drafter
 from dspark_trt.checkpoints.pairing import check_pairing
 from dspark_trt.checkpoints.spec import Eagle3Spec, TargetCheckpoint
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, spec_to_json
@@ -79,6 +80,16 @@ def test_the_option_says_how_many_are_drafted(tmp_path: Path, target_folder: Pat
     assert read_drafter_spec(str(folder), target.spec, num_drafts=4).gamma == 4
 
 
+def test_short_training_texts_do_not_bound_the_requests(
+    tmp_path: Path, target_folder: Path, target: TargetCheckpoint
+) -> None:
+    """Where rotation is scaled the reach is the configuration's."""
+    for rope, reach in (({}, 512), ({"rope": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}, 64)):
+        extra = {"max_position_embeddings": 64}
+        folder = write_eagle3(tmp_path / str(reach), target_folder, "community", extra=extra, **rope)
+        assert read_drafter(str(folder), target).spec.decoder.max_position_embeddings == reach
+
+
 def test_what_equals_the_target_is_the_targets(tmp_path: Path, target_folder: Path, target: TargetCheckpoint) -> None:
     folder = write_eagle3(tmp_path, target_folder, "deepspec", embed_head="equal")
     spec = read_drafter(str(folder), target).spec
@@ -127,6 +138,12 @@ def test_what_is_ambiguous_or_unknown_is_refused_by_its_key(
         read_drafter(str(folder), target)
     with pytest.raises(CheckpointError, match=message):
         read_drafter_spec(str(folder), target.spec)
+
+
+def test_convert_refuses_it_by_name(tmp_path: Path, target_folder: Path, target: TargetCheckpoint) -> None:
+    drafter = read_drafter(str(write_eagle3(tmp_path / "drafter", target_folder, "deepspec")), target)
+    with pytest.raises(CheckpointError, match=r"convert is for block drafters .*found an EAGLE-3 drafter"):
+        write_drafter(drafter, target, tmp_path, "deepspec", "target")
 
 
 def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path, target_folder: Path, target: TargetCheckpoint) -> None:

@@ -15,7 +15,9 @@ from dspark_trt.checkpoints.target import read_target
 from dspark_trt.errors import CheckpointError
 from tests.support.factories import write_target
 from tests.support.gguf_factory import write_gguf
+from tests.support.transformers_targets import write_by_transformers
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 FORMS = {
     "llama": {},
     "llama_tied_biases": {"tied": True, "biases": True},
@@ -40,6 +42,45 @@ def test_gguf_and_hugging_face_folder_read_the_same(tmp_path: Path, form: str) -
         assert getattr(decoder, field) == getattr(reference, field)
     assert found.spec.is_head_tied == expected.spec.is_head_tied
     assert (found.spec.bos_token_id, found.spec.eos_token_ids) == (1, (2, 3))
+
+
+@pytest.mark.parametrize(("family", "more"), [("qwen2", {}), ("qwen3_moe", EXPERTS | {"norm_topk_prob": True})])
+def test_a_family_of_qwen_is_the_same_in_both_forms(tmp_path: Path, family: str, more: dict) -> None:
+    """And its rows are not permuted: transformers' own reader finds them where they are."""
+    from transformers import AutoModelForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    folder = write_by_transformers(tmp_path / "folder", family, num_hidden_layers=2, **more)
+    path = write_gguf(tmp_path / "model.gguf", folder)
+    expected, found = read_target(str(folder)), read_target(str(path))
+    assert found.spec.family == family
+    assert found.spec.decoder.experts == expected.spec.decoder.experts
+    assert found.spec.decoder.has_qkv_bias == expected.spec.decoder.has_qkv_bias
+    assert found.weights.names() == expected.weights.names()
+    for name in expected.weights.names():
+        np.testing.assert_array_equal(found.weights.array(name), expected.weights.array(name), err_msg=name)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    for part in ("self_attn.q_proj.weight", "self_attn.k_proj.weight"):
+        name = f"layers.1.{part}"
+        np.testing.assert_array_equal(found.weights.array(name), tensors[f"model.{name}"].numpy())
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"expert_used_count": 9}, "the second no more than the first, found 4, 9 and 24"),
+        ({"expert_count": None}, "expert_count is missing"),
+        ({"expert_gating_func": 2}, "expert_gating_func = 2 is not implemented"),
+        ({"expert_weights_norm": False}, "expert_weights_norm = False is not implemented"),
+        ({"expert_shared_feed_forward_length": 64}, "expert_shared_feed_forward_length = 64 is not implemented"),
+        ({"attention.sliding_window": 64}, "attention.sliding_window = 64 is not implemented"),
+    ],
+)
+def test_experts_that_are_not_implemented_are_refused(tmp_path: Path, metadata: dict, message: str) -> None:
+    folder = write_by_transformers(tmp_path / "folder", "qwen3_moe", num_hidden_layers=1, **EXPERTS)
+    with pytest.raises(CheckpointError, match=message):
+        read_target(str(write_gguf(tmp_path / "model.gguf", folder, metadata=metadata)))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -217,9 +258,9 @@ def test_query_and_key_norms_are_refused_in_the_llama_family(tmp_path: Path) -> 
 
 
 def test_unknown_tensor_is_refused(tmp_path: Path) -> None:
-    extra = {"blk.0.ffn_gate_inp.weight": np.ones((4, 32), np.float32)}
+    extra = {"blk.0.ffn_gate_shexp.weight": np.ones((4, 32), np.float32)}
     path = write_gguf(tmp_path / "m.gguf", write_target(tmp_path / "folder"), tensors=extra)
-    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_gate_inp\.weight .*is not expected"):
+    with pytest.raises(CheckpointError, match=r"blk\.0\.ffn_gate_shexp\.weight .*is not expected"):
         read_target(str(path))
 
 
@@ -241,7 +282,7 @@ def test_other_architecture_and_split_model_are_refused(tmp_path: Path) -> None:
         each.write_kv_data_to_file()
         each.write_tensors_to_file()
         each.close()
-    with pytest.raises(CheckpointError, match="architecture 'gemma3' is not supported; expected llama or qwen3"):
+    with pytest.raises(CheckpointError, match="'gemma3' is not supported in GGUF files; expected one of llama, q"):
         read_target(str(tmp_path / "gemma.gguf"))
     with pytest.raises(CheckpointError, match="one of 3 parts of a split model"):
         read_target(str(tmp_path / "split.gguf"))

@@ -230,8 +230,8 @@ def test_hyperparameters_that_no_model_has_are_named(tmp_path: Path, key: str, v
 @pytest.mark.parametrize(
     ("extra", "suffixes", "name"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, (), "'gptq'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, (), "'fp8'"),
+        ({"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}}, (), "'bitsandbytes'"),
+        ({"quantization_config": {"quant_method": "modelopt"}}, (), "'modelopt'"),
         ({"quantization": {"group_size": 64, "bits": 4}}, (), "MLX"),
         ({}, ("qweight", "qzeros", "scales", "g_idx"), "GPTQ"),
         ({}, ("qweight", "qzeros", "scales"), "AWQ"),

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dspark_trt.checkpoints.config import DecoderConfig, decoder_spec, parse, refuse_unsupported
 from dspark_trt.checkpoints.drafters.formats import read_description
 from dspark_trt.checkpoints.spec import RopeSpec
+from dspark_trt.checkpoints.target import read_target_spec
 
 QWEN3_8B: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -91,6 +93,82 @@ SMOLLM2_135M: dict[str, Any] = {
     "tie_word_embeddings": True,
     "vocab_size": 49152,
 }
+QWEN2_5_7B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "hidden_act": "silu",
+    "hidden_size": 3584,
+    "initializer_range": 0.02,
+    "intermediate_size": 18944,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2",
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}
+MISTRAL_7B: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"],
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+    "vocab_size": 32000,
+}
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 DRAFTER_KEYS: dict[str, Any] = {
     "architectures": ["Qwen3DSparkModel"],
     "num_target_layers": 36,
@@ -143,12 +221,15 @@ ZLAB_DFLASH_QWEN3_8B = QWEN3_8B | {
             ),
         ),
         (SMOLLM2_135M, (30, 9, 3, 64), RopeSpec(1e5)),
+        (QWEN2_5_7B, (28, 28, 4, 128), RopeSpec(1e6)),
+        (MISTRAL_7B, (32, 32, 8, 128), RopeSpec(1e4)),
+        (QWEN3_30B_A3B, (48, 32, 4, 128), RopeSpec(1e6)),
     ],
-    ids=["Qwen3-8B", "Llama-3.2-1B", "SmolLM2-135M"],
+    ids=["Qwen3-8B", "Llama-3.2-1B", "SmolLM2-135M", "Qwen2.5-7B", "Mistral-7B", "Qwen3-30B-A3B"],
 )
-def test_published_target_is_accepted(values: dict, heads: tuple[int, ...], rope: RopeSpec) -> None:
-    refuse_unsupported(values, "config.json", is_causal=True)
-    spec = decoder_spec(parse(DecoderConfig, values, "config.json"), values["model_type"], "config.json")
+def test_published_target_is_accepted(tmp_path: Path, values: dict, heads: tuple[int, ...], rope: RopeSpec) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    spec = read_target_spec(str(tmp_path)).decoder
     assert (spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == heads
     assert spec.rope == rope
 

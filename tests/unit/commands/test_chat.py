@@ -13,6 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from dspark_trt.commands.chat import Conversation
+from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.deployment import load_deployment
+
 PROMPT = "> "
 
 
@@ -105,3 +109,12 @@ def test_ctrl_c_breaks_off_an_answer_and_forgets_the_turn(output: Path) -> None:
     assert "broken off" in shown or "leaves" in shown
     os.write(terminal.file, b"/quit\n")
     assert terminal.end() == 0
+
+
+def test_a_turn_begins_behind_what_the_one_before_has_read(output: Path) -> None:
+    given = {"max_tokens": 2, "ignore_eos": True, "draft": False, "temperature": 0.0}
+    conversation = Conversation(load_deployment(output), SchedulerConfig("off"), given)
+    first = conversation.answer("a b c d e f g h", lambda piece: None)
+    second = conversation.answer("a", lambda piece: None)
+    assert first["num_prompt_tokens_reused"] == 0
+    assert second["num_prompt_tokens_reused"] >= first["num_prompt_tokens"] - 4  # the template's end may differ

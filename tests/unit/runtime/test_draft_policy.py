@@ -175,3 +175,13 @@ def test_one_decision_takes_no_row_count_that_the_table_lacks() -> None:
     single = StepTable(num_requests=(1,), extra_tokens=(0, 1), step_ms=(((10.0, 11.0),),), draft_ms=(((1.0,),),))
     batch = Batch([GOOD] * 5, single)
     assert batch.run(10)[-1].is_drafting.shape == (5,)
+
+
+def test_blocks_of_a_row_that_another_request_moved_to_are_forgotten() -> None:
+    history = SurvivalHistory(num_rows=2, gamma=GAMMA, prior=blocks_around(GOOD))
+    history.record(np.array([0]), np.array([5]), BAD[None])
+    history.move(1, 0)  # its occupant has drafted nothing
+    before = history.expected(np.array([0]), np.array([6]))
+    history.record_nothing()
+    history.record_nothing()
+    np.testing.assert_array_equal(history.expected(np.array([0]), np.array([6])), before)

@@ -27,7 +27,11 @@ def build_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_memory_that_is_announced_is_what_the_engines_reserve(build_dir: Path) -> None:
     deployment = load_deployment(build_dir)
-    pools = [engine._pool._array.nbytes for engine in (deployment.target, deployment.drafter)]  # type: ignore[union-attr]
+    pools = [
+        array.nbytes
+        for engine in (deployment.target, deployment.drafter)
+        for array in engine._pool._arrays.values()  # type: ignore[union-attr]
+    ]
     assert summary.footprint(build_dir).kv_bytes == sum(pools)
 
 

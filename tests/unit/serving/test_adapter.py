@@ -175,7 +175,7 @@ def test_alternatives_of_a_whole_answer_stand_in_the_order_of_its_tokens() -> No
     assert answer["top_log_probs"].tolist() == [[[-0.5, -1.5], [-0.25, -2.0], [-1.0, -1.25]]]
 
 
-STATISTICS = RequestStatistics(num_prompt_tokens=3, num_generated_tokens=4)
+STATISTICS = RequestStatistics(num_prompt_tokens=3, num_prompt_tokens_reused=2, num_generated_tokens=4)
 STATISTICS.record_step(num_proposed=7, verify_len=4, num_accepted=1, num_emitted=2)
 STATISTICS.record_step(num_proposed=7, verify_len=0, num_accepted=0, num_emitted=1)
 EMISSIONS = (
@@ -200,6 +200,7 @@ def test_streaming_gives_one_response_per_emission_with_deltas() -> None:
     assert [answer["cum_log_probs"].item() for answer in answers] == [-1.0, -6.0, -10.0]
     assert [answer["finish_reason"][0, 0] for answer in answers] == [b"", b"", b"stop"]
     assert [answer["num_steps"].item() for answer in answers] == [0, 0, 2]
+    assert [answer["num_cached_tokens"].item() for answer in answers] == [0, 0, 2]
     assert all(answer["handle"].item() == 17 for answer in answers)
     assert all(answer["num_input_tokens"].item() == 3 for answer in answers)
 
@@ -232,3 +233,8 @@ def test_responses_have_every_declared_output_in_its_type_and_rank() -> None:
     for tensor in ENGINE_OUTPUTS:
         assert answer[tensor.name].dtype == NUMPY_TYPES[tensor.data_type], tensor.name
         assert answer[tensor.name].ndim == 1 + len(tensor.dims), tensor.name
+
+
+def test_a_salt_reaches_the_runtime() -> None:
+    assert read(cache_salt="tenant 7").generation.cache_salt == "tenant 7"
+    assert read().generation.cache_salt == ""

@@ -28,6 +28,7 @@ class TritonPythonModel:
             model_name=args["model_name"],
             control_socket=Path(parameters["control_socket"]) if parameters["control_socket"] else None,
             step_table=Path(parameters["step_table"]) if parameters.get("step_table") else None,
+            prefix_cache={"on": True, "off": False}.get(parameters.get("prefix_cache")),
         )
 
     def execute(self, requests):

@@ -32,7 +32,7 @@ def weight_bytes(model: onnx.ModelProto) -> int:
 
 def cache_bytes(cache: CacheDims, element_type: bindings.ElementType) -> int:
     """Bytes of the KV memory of one model."""
-    return 2 * cache.num_layers * cache.num_rows * math.prod(cache.row_shape) * _ELEMENT_BYTES[element_type]
+    return cache.num_elements * _ELEMENT_BYTES[element_type]
 
 
 def output_bytes(target: TargetDims, drafter: DrafterDims) -> int:

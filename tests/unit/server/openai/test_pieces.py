@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dspark_trt.server.openai.answers import num_cached
 from dspark_trt.server.openai.pieces import Tally
 from dspark_trt.server.openai.triton import Piece
 
@@ -65,3 +66,16 @@ def test_no_metrics_without_verified_drafts() -> None:
 
 def test_no_guess_where_a_piece_held_several_steps() -> None:
     assert tally(1, 6, 1, verified=9, accepted=4, num_steps=3).speculation(GAMMA) is None
+
+
+def cached(num_tokens: int) -> Tally:
+    made = Tally()
+    made.add(Piece((1,), "x", (), (), "stop", 0, 0, 0, num_cached_tokens=num_tokens))
+    return made
+
+
+def test_cached_tokens_are_counted_once_for_each_prompt() -> None:
+    """Of several answers to one prompt the first may read what the others reuse."""
+    assert num_cached([cached(7)], 1) == 7
+    assert num_cached([cached(0), cached(20), cached(5), cached(20)], 2) == 0 + 5
+    assert num_cached([Tally(), Tally()], 1) == 0
