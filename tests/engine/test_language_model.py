@@ -21,13 +21,16 @@ from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import CapacityError, ExportError
 from tests.engine.test_drafter_forms_in_loops import requests
 from tests.engine.test_onnxruntime_drafter import LIMITS, Contexts, assert_same_drafts
+from tests.engine.test_target_families import CASES as FAMILIES
 from tests.support.conversations import open_pair
 from tests.support.device_cases import LIMITS as SMALL_LIMITS
 from tests.support.device_cases import Pair as SmallPair
 from tests.support.device_cases import check_distribution
 from tests.support.factories import write_target
+from tests.support.gemma4 import write_gemma_target
 from tests.support.model_oracle import TransformersDrafter
 from tests.support.toy_engines import make_loop, run
+from tests.support.transformers_targets import write_by_transformers
 
 PARD = {"config_extra": {"pard_token": 90, "spd_type": "pard"}}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -70,6 +73,21 @@ def test_drafts_equal_transformers_and_greedy_tokens_are_the_targets(case: str, 
     assert {key: each.token_ids for key, each in outputs.items()} == {
         key: each.token_ids for key, each in plain.items()
     }
+
+
+@pytest.mark.parametrize("family", ["qwen2 with windows above a layer", "qwen3 moe", "gemma4"])
+def test_a_model_of_another_family_drafts_as_transformers_has_it(family: str, tmp_path: Path) -> None:
+    target = read_target(str(write_target(tmp_path / "target", family="qwen3")))
+    if family == "gemma4":
+        folder = write_gemma_target(tmp_path / "drafter", vocab_size=97)
+    else:
+        folder = write_by_transformers(tmp_path / "drafter", **FAMILIES[family])
+    drafter = read_drafter(str(folder), target, num_drafts=3)
+    engine = open_pair(target, drafter, tmp_path / "graphs", limits=LIMITS)[1]
+    contexts = Contexts(engine, oracle(tmp_path, drafter), tap_width=0, seed=6)
+    for lengths in ([9, 14, 1], [3, 1, 2]):
+        contexts.ingest([4, 0, 2], lengths)
+        assert_same_drafts(*contexts.draft([0, 4]))
 
 
 def test_what_is_handed_over_with_a_draft_is_ingested_by_its_first_pass(tmp_path: Path) -> None:
@@ -142,3 +160,17 @@ def test_sampled_texts_have_the_targets_distribution(case: str, mode: str, tmp_p
     engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
     engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None)
     check_distribution(engines, pair, SchedulerConfig(mode), num_samples=500)  # type: ignore[arg-type]
+
+
+def test_a_target_that_drafts_for_itself_accepts_every_draft(tmp_path: Path) -> None:
+    """Through chunked prompts, moved rows and prompts that begin alike: a wrong position of the context would show."""
+    folder = write_target(tmp_path / "target", family="qwen3")
+    target = read_target(str(folder))
+    engines: Any = open_pair(
+        target, read_drafter(str(folder), target, num_drafts=3), tmp_path / "graphs", limits=LIMITS
+    )
+    loop = make_loop(*engines, SchedulerConfig("fixed"))
+    alike = [replace(each, request_id=f"{each.request_id}, again") for each in requests()]
+    run(loop, [*requests(), *alike])
+    assert loop.totals.num_drafts_verified == loop.totals.num_drafts_accepted > 100
+    assert loop.totals.num_rows_moved > 0
