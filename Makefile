@@ -13,7 +13,7 @@ RECIPE := build/recipe
 LOCKED := -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --no-build-isolation \
 	--only-binary=:all: --no-binary=tensorrt-rtx-cu13
 
-.PHONY: venv demo drafter test test-rooms test-engines fuzz lint lock bom clean system-packages
+.PHONY: venv demo drafter test test-rooms test-engines fuzz lint lock bom audit clean system-packages test-packages
 
 venv: $(VENV)/.installed ## everything, into .venv
 
@@ -24,10 +24,12 @@ $(VENV)/.serving: pyproject.toml setup.py locks/serve.txt
 	$(PY) -m pip install -qq --no-deps --no-build-isolation --editable .
 	touch $@
 
-# what tests and lint need besides; torch by its version alone, because each index has a build of its own under it
-$(VENV)/.installed: $(VENV)/.serving locks/test.txt locks/kernels.txt
+# what tests and lint need besides; torch is for a CPU or for CUDA, as the index has it, and then needs CUDA's libraries
+$(VENV)/.installed: $(VENV)/.serving locks/test.txt locks/torch.txt locks/cuda.txt locks/kernels.txt
 	$(PY) $(LOCKED) --requirement locks/test.txt
-	$(PY) -m pip install --quiet torch==2.13.0
+	$(PY) $(LOCKED) --requirement locks/torch.txt
+	if $(PY) -c 'import importlib.metadata as m, sys; sys.exit("+cpu" in m.version("torch"))'; then \
+		$(PY) $(LOCKED) --requirement locks/cuda.txt; fi
 	$(PY) $(LOCKED) --requirement locks/kernels.txt
 	touch $@
 
@@ -39,8 +41,14 @@ lock: ## choose versions and sha256 again, after a change of pyproject.toml; UPG
 bom: $(VENV)/.serving ## bill of materials (CycloneDX) of what serving needs, into build/bom.json
 	$(PY) build_scripts/bill_of_materials.py build/bom.json
 
+audit: bom ## known vulnerabilities of what is locked or bundled; ADVISORIES=FILE: without a network; IGNORE="--ignore=ID"
+	$(PY) build_scripts/audit.py $(if $(ADVISORIES),--advisories=$(ADVISORIES)) $(IGNORE)
+
 system-packages: $(VENV)/.serving ## Debian packages that serving and load tests need, where apt-get may install them
 	build_scripts/install_system_packages.sh
+
+test-packages: $(VENV)/.serving ## and the browser that looks at the live page
+	build_scripts/install_system_packages.sh chromium
 
 $(TARGET): | $(VENV)/.serving
 	$(PY) build_scripts/fetch_demo_target.py build/downloads
@@ -56,13 +64,13 @@ drafter: venv $(TARGET) ## train the demonstration drafter further on PROMPTS fo
 	PYTHONPATH=$(DRAFTER) $(PY) -m recipe.evaluate --target $(TARGET) --drafters $(DRAFTER) $(RECIPE)/run/drafter \
 		--prompts $(PROMPTS) --unseen-source humaneval mt-bench --draft-vocab 8192 --cache $(RECIPE)/evaluation
 
-test: venv system-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included; two halves side by side
+test: venv test-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included; two halves side by side
 	$(MAKE) --jobs=2 --output-sync=target test-rooms test-engines
 
 test-rooms: venv ## what needs no build of the demonstration pair
 	$(PY) -m pytest tests/unit tests/property tests/fuzz
 
-test-engines: venv system-packages $(TARGET) ## engines, transformers and a real tritonserver
+test-engines: venv test-packages $(TARGET) ## engines, transformers and a real tritonserver
 	$(PY) -m pytest tests/engine tests/golden tests/triton
 
 fuzz: venv ## hostile files and requests, new ones for MINUTES (60); tests/fuzz in `make test` tries the same few hundred

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Debian packages that Triton's Python backend (libpython) and perf_analyzer (libb64) load, and tools of the tests. Installs only what is missing;
-# where that cannot be done it says so, and goes on: not everything needs them, and what does names them again.
+# Debian packages that Triton's Python backend (libpython) and perf_analyzer (libb64) load, tools of the tests, and the programs that are
+# named behind it. Installs only what is missing; where that cannot be done it says so, and goes on: not everything needs them, and what
+# does names them again.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin" # ldconfig is there, and Debian's users do not look there
 
@@ -13,7 +14,7 @@ packages=()
 [[ $own_libpython == *.so* && -e $own_libpython ]] || [[ $libraries == *"libpython${python_version}.so"* ]] ||
   packages+=("libpython${python_version}")
 [[ $libraries == *libb64.so.0d* ]] || packages+=(libb64-0d)
-for tool in curl openssl; do # the tests ask and encrypt with them
+for tool in curl openssl "$@"; do # the tests ask and encrypt with them
   command -v "$tool" >/dev/null || packages+=("$tool")
 done
 [ ${#packages[@]} -eq 0 ] && exit 0

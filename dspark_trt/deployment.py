@@ -15,12 +15,13 @@ from dspark_trt.building.reprofile import table_for_here
 from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
 from dspark_trt.checkpoints.spec import DraftSource, TargetSpec
 from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
-from dspark_trt.runtime.loop import DecodingLoop, OnVerified
+from dspark_trt.runtime.loop import DEFAULT_MAX_STRETCH, DecodingLoop, OnVerified
 from dspark_trt.runtime.request import SamplingParams
 from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec
@@ -36,6 +37,7 @@ class Deployment:
     target: TargetEngine
     drafter: DraftEngine | None  # None: drafts are copied from each request's own text
     step: StepEngine | None
+    acceptance: AcceptEngine | None  # None: the runtime accepts, slot by slot
     step_table: StepTable
     calibration: Calibration
     lookup: LookupAcceptance | None  # None: no drafts are copied from a request's own text
@@ -54,6 +56,7 @@ class Deployment:
         drafter: DraftEngine | None = None,
         prefix_cache: bool = False,
         on_verified: OnVerified | None = None,
+        max_stretch: float = DEFAULT_MAX_STRETCH,
     ) -> DecodingLoop:
         """A loop over the deployment's engines, or over wrappers of them (a measurement, a trace),
         which then see every call. `prefix_cache`: only for a loop that has the engines to itself."""
@@ -62,6 +65,7 @@ class Deployment:
             target=target or self.target,
             drafter=drafter or self.drafter,
             step_engine=None if is_wrapped else self.step,
+            acceptance=self.acceptance,
             step_table=self.step_table,
             calibration=self.calibration,
             lookup=self.lookup,
@@ -70,6 +74,7 @@ class Deployment:
             scheduler=scheduler,
             prefix_cache=prefix_cache,
             on_verified=on_verified,
+            max_stretch=max_stretch,
         )
 
     def sampling_params(self, **given: Any) -> SamplingParams:
@@ -115,6 +120,7 @@ def load_deployment(folder: Path, *, step_table: Path | None = None) -> Deployme
         target=engines.target,
         drafter=engines.drafter,
         step=engines.step,
+        acceptance=engines.acceptance,
         step_table=table,
         calibration=calibration.calibration,
         lookup=calibration.lookup_acceptance if summary.recipe.lookup == "auto" else None,

@@ -9,6 +9,7 @@ some (T) tensorrt or tensorrt_rtx besides.
 |---|---|---|
 | kernels | MarkovHead and PrefixSelect against their references, in CUDA graphs, with poisoned surroundings | |
 | attention kernels | the same of RowAttention, prompt chunks too | |
+| acceptance kernels | the same of Acceptance, and its time with Qwen3's defaults at 1 and 32 requests | |
 | device sessions | the graphs in PyTorch with the compiled kernels: against the CPU, in CUDA graphs | P |
 | device runtime | greedy identity, chi-square, CUDA graphs and stream order on the CUDA reference engine | P |
 | plugin microbenchmark | all plugins against straightforward torch and against the byte floor | |
@@ -82,6 +83,7 @@ def _tensorrt() -> str:
 PARTS = (
     Part("kernels", TESTS / "test_plugins_on_gpu.py", modules=KERNEL_MODULES),
     Part("attention kernels", TESTS / "test_row_attention_on_gpu.py", modules=KERNEL_MODULES),
+    Part("acceptance kernels", TESTS / "test_acceptance_on_gpu.py", modules=KERNEL_MODULES),
     Part("device sessions", TESTS / "test_device_sessions.py"),
     Part("device runtime", TESTS / "test_device_runtime.py"),
     Part("plugin microbenchmark", REPOSITORY / "perf" / "plugin_microbench.py", modules=KERNEL_MODULES),

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from soak_cases import make_cases
+from soak_clients import PATIENCE_S
 from soak_load import Load, ask, work
 from soak_report import SoakResult, write_report
 from soak_server import BACK, FAILED, SoakServer, soak_server
@@ -41,12 +42,14 @@ def soak(
     seconds: float = 600.0,
     concurrency: int | None = None,
     num_cases: int = 40,
+    patience_s: float = PATIENCE_S,
     progress: Callable[[str], None] = lambda message: None,
 ) -> SoakResult:
     """Load a server of the build for `seconds`, the time in which it is started again left out.
 
     Args:
         concurrency: clients, each with one request at a time; None: half as many again as there are rows.
+        patience_s: without a piece for so long, in the server's queue or behind it, a stream counts as hanging.
         progress: called with what is being done.
 
     Raises as `load_deployment`, and EngineBuildError when the server does not come up.
@@ -55,8 +58,8 @@ def soak(
     concurrency = concurrency or recipe.max_requests * 3 // 2
     progress(f"decoding {num_cases} answers offline")
     cases = make_cases(build_dir, num_cases)
-    with soak_server(build_dir) as server:
-        load = Load(server, cases, recipe.engine_model_name, is_long=seconds >= _LONG_S)
+    with soak_server(build_dir, patience_s) as server:
+        load = Load(server, cases, recipe.engine_model_name, is_long=seconds >= _LONG_S, patience_s=patience_s)
         _warm_up(load)
         at_rest = server.tree.sample()
         began_at = time.monotonic()
@@ -165,12 +168,20 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("build", type=Path, help="build directory")
     parser.add_argument("--seconds", type=float, default=600.0, help="of load  [default: 600]")
     parser.add_argument("--concurrency", type=int, help="clients  [default: half as many again as rows]")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        help="seconds without a piece after which a stream hangs; more where other work has the machine  "
+        f"[default: {PATIENCE_S:g}]",
+    )
     parser.add_argument("--report", type=Path, help="also write the report (Markdown) to this file")
     options = parser.parse_args(arguments)
     result = soak(
         options.build,
         seconds=options.seconds,
         concurrency=options.concurrency,
+        patience_s=options.patience,
         progress=lambda message: print(message, file=sys.stderr, flush=True),
     )
     text = write_report(result)

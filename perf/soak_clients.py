@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -20,7 +21,8 @@ import tritonclient.grpc as grpc
 from soak_cases import Case
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-HANG_S = 300.0  # without a piece a stream counts as hanging, on a busy machine too
+PATIENCE_S = 300.0  # without a piece for so long a stream counts as hanging
+_KEPT_S = 60.0  # that a connection is used again after a request; the front end closes it a little later
 _REQUEST_IDS = itertools.count(1)
 
 
@@ -59,8 +61,9 @@ class Client(Protocol):
 class GrpcClient:
     """A gRPC stream to a Triton model: the ensemble, or the engine model behind it."""
 
-    def __init__(self, address: str, model: str, *, takes_ids: bool) -> None:
+    def __init__(self, address: str, model: str, *, takes_ids: bool, patience_s: float = PATIENCE_S) -> None:
         self._address, self._model, self._takes_ids = address, model, takes_ids
+        self._patience_s = patience_s
         self._client: grpc.InferenceServerClient | None = None
         self._answers: SimpleQueue[tuple[Any, Any]] = SimpleQueue()
 
@@ -86,7 +89,7 @@ class GrpcClient:
             inputs = [_input(name, array) for name, array in fields.items()]
             self._client.async_stream_infer(self._model, inputs, request_id=request_id)
             while True:
-                result, error = self._answers.get(timeout=HANG_S)
+                result, error = self._answers.get(timeout=self._patience_s)
                 if error is not None:
                     raise error
                 if (found := result.get_response().id) != request_id:
@@ -100,7 +103,9 @@ class GrpcClient:
             raise BrokenStreamError(error.message() or str(error)) from None
         except Empty:
             self.leave()
-            raise BrokenStreamError(f"it hangs: nothing for {HANG_S:g} s after {num_pieces} responses") from None
+            raise BrokenStreamError(
+                f"it hangs: nothing for {self._patience_s:g} s after {num_pieces} responses"
+            ) from None
 
     def leave(self) -> None:
         if self._client is not None:
@@ -126,19 +131,23 @@ class GrpcClient:
 class OpenAiClient:
     """Server-sent events of /v1/completions."""
 
-    def __init__(self, url: str) -> None:
-        self._where = urlsplit(url)
+    def __init__(self, url: str, patience_s: float = PATIENCE_S) -> None:
+        self._where, self._patience_s = urlsplit(url), patience_s
         self._connection: http.client.HTTPConnection | None = None
+        self._used_at = 0.0
 
     def fields(self, case: Case) -> dict[str, Any]:
         counted = {"stream": True, "stream_options": {"include_usage": True}}
         return {"prompt": case.prompt, "max_tokens": case.max_tokens, "temperature": 0.0, **counted}
 
     def stream(self, fields: dict[str, Any]) -> Iterator[Piece]:
+        if time.monotonic() - self._used_at > _KEPT_S:
+            self.leave()
         try:
             if self._connection is None:
-                assert self._where.hostname is not None, "an address of ours"
-                self._connection = http.client.HTTPConnection(self._where.hostname, self._where.port, timeout=HANG_S)
+                host, port = self._where.hostname, self._where.port
+                assert host is not None, "an address of ours"
+                self._connection = http.client.HTTPConnection(host, port, timeout=self._patience_s)
             headers = {"Content-Type": "application/json"}
             self._connection.request("POST", "/v1/completions", json.dumps(fields), headers)
             answer = self._connection.getresponse()
@@ -146,6 +155,7 @@ class OpenAiClient:
                 raise BrokenStreamError(f"HTTP {answer.status}: {answer.read().decode(errors='replace')[:300]}")
             yield from self._pieces(answer)
             answer.read()
+            self._used_at = time.monotonic()
         except (OSError, http.client.HTTPException) as error:
             self.leave()
             raise BrokenStreamError(f"{type(error).__name__}: {error}") from None

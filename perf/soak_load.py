@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from soak_cases import Case
-from soak_clients import BrokenStreamError, Checker, Client, GrpcClient, OpenAiClient, WrongAnswerError
+from soak_clients import PATIENCE_S, BrokenStreamError, Checker, Client, GrpcClient, OpenAiClient, WrongAnswerError
 from soak_server import SoakServer
 
 from dspark_trt.packaging.signature import ENSEMBLE
@@ -30,6 +30,7 @@ class Load:
     cases: Sequence[Case]
     engine_model: str
     is_long: bool
+    patience_s: float = PATIENCE_S
     stopping: threading.Event = field(default_factory=threading.Event)
     numbers: Iterator[int] = field(default_factory=itertools.count)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,9 +66,9 @@ class Load:
     def clients(self) -> dict[str, Client]:
         address = self.server.grpc_address
         return {
-            "gRPC, ensemble": GrpcClient(address, ENSEMBLE, takes_ids=False),
-            "gRPC, engine model": GrpcClient(address, self.engine_model, takes_ids=True),
-            "OpenAI, completions": OpenAiClient(self.server.openai_url),
+            "gRPC, ensemble": GrpcClient(address, ENSEMBLE, takes_ids=False, patience_s=self.patience_s),
+            "gRPC, engine model": GrpcClient(address, self.engine_model, takes_ids=True, patience_s=self.patience_s),
+            "OpenAI, completions": OpenAiClient(self.server.openai_url, self.patience_s),
         }
 
 

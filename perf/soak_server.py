@@ -88,8 +88,12 @@ class SoakServer:
         return text
 
     def outcomes(self) -> dict[str, int]:
-        """Requests that ended since the server came up, by outcome."""
-        found = re.findall(r'^dspark_requests_total\{.*outcome="(\w+)".*\} (\S+)$', self._metrics_text(), re.M)
+        """Requests that ended since the server came up, by outcome; none while it does not answer."""
+        try:
+            text = self._metrics_text()
+        except OSError:
+            return {}
+        found = re.findall(r'^dspark_requests_total\{.*outcome="(\w+)".*\} (\S+)$', text, re.M)
         return {outcome: int(float(count)) for outcome, count in found if float(count)}
 
     def num_running(self) -> float | None:
@@ -98,13 +102,15 @@ class SoakServer:
 
 
 @contextmanager
-def soak_server(build_dir: Path) -> Iterator[SoakServer]:
-    """A server of the build on free ports; ended, whatever happens in the block."""
+def soak_server(build_dir: Path, queue_time_s: float = 300.0) -> Iterator[SoakServer]:
+    """A server of the build on free ports, in whose queue a request may wait so long; ended, whatever happens in the
+    block."""
     options = with_ports(ServeOptions(0, 0, 0))
     ports = {name: str(getattr(options, f"{name}_port")) for name in ("http", "grpc", "metrics")}
     arguments = [part for name, port in ports.items() for part in (f"--{name}-port", port)]
+    arguments += ["--openai-port", "0", "--max-queue-time", f"{queue_time_s:g}"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "dspark_trt", "serve", str(build_dir), *arguments, "--openai-port", "0"],
+        [sys.executable, "-m", "dspark_trt", "serve", str(build_dir), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

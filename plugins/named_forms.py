@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dspark_trt_plugins.acceptance.form import AcceptanceForm
+from dspark_trt_plugins.acceptance.launches import AcceptanceOperation
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
@@ -25,7 +27,9 @@ def _attention(
     return RowAttentionOperation(RowAttentionForm(num_heads, num_kv_heads, head_dim, CAPACITY, num_slots, element_type))
 
 
-NAMED_FORMS: dict[str, MarkovHeadOperation | PrefixSelectOperation | RowAttentionOperation] = {
+NAMED_FORMS: dict[str, AcceptanceOperation | MarkovHeadOperation | PrefixSelectOperation | RowAttentionOperation] = {
+    "acceptance-qwen3-8b": AcceptanceOperation(AcceptanceForm(151936, 8)),
+    "acceptance-draft-vocabulary": AcceptanceOperation(AcceptanceForm(151936, 8, draft_vocab_size=32768)),
     "smollm2-135m": _qwen3_8b(vocab_size=49152, markov_rank=64, hidden_size=576),
     "qwen3-8b": _qwen3_8b(),
     "qwen3-8b-bfloat16-logits": _qwen3_8b(logits_type="bfloat16"),

@@ -60,7 +60,7 @@ def measure(
     source = read_draft_source(build)
     target = target_spec_from_json(json.loads((build / "checkpoints" / "target.json").read_text()))
     return calibrate(
-        UnpricedLoops(engines.target, engines.drafter, codec.decode, target.eos_token_ids),
+        UnpricedLoops(engines.target, engines.drafter, codec.decode, target.eos_token_ids, engines.acceptance),
         codec.encode_prompt,
         prompts,
         gamma=source.gamma,

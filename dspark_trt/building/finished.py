@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from dspark_trt.building.limits import check_fixed
@@ -17,6 +16,7 @@ from dspark_trt.building.manifest import (
     read_manifest,
     read_summary,
 )
+from dspark_trt.checkpoints.spec_json import read_draft_source
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.open import check_device
 from dspark_trt.engines.settings import EngineSettings, read_engine_settings
@@ -78,14 +78,6 @@ def check_servable(build: Path, scheduler: SchedulerConfig | None = None) -> Non
         else:
             check_outputs(build / name, manifest)
     StepTable.load(build / "steptable" / "step_table.json")
-    gamma = read_gamma(build / "checkpoints" / "drafter.json")
+    gamma = read_draft_source(build).gamma
     if scheduler is not None:
         check_fixed(scheduler.verify_len, gamma, "--scheduler")
-
-
-def read_gamma(path: Path) -> int:
-    """Of checkpoints/drafter.json. Raises ManifestError."""
-    try:
-        return int(json.loads(path.read_text())["gamma"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ManifestError(f"{path} cannot be read ({error}); run `dspark-trt build` again") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import DraftEngine, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
@@ -20,12 +21,14 @@ class UnpricedLoops:
     drafter: DraftEngine | None
     decode: Callable[[Sequence[int]], str]
     eos_token_ids: Sequence[int] = ()
+    acceptance: AcceptEngine | None = None
 
     def __call__(self, scheduler: SchedulerConfig, on_verified: OnVerified | None = None) -> DecodingLoop:
         gamma = 0 if self.drafter is None else self.drafter.gamma
         return DecodingLoop(
             target=self.target,
             drafter=self.drafter,
+            acceptance=self.acceptance,
             step_table=None,
             calibration=Calibration.from_temperatures([1.0] * gamma),
             eos_token_ids=self.eos_token_ids,

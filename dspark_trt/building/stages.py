@@ -77,6 +77,7 @@ def _make_engines(context: Context, folder: Path, progress: Progress) -> None:
     """ONNX Runtime compiles when a session opens: of it, what is kept is how to open it."""
     settings = context.engine_settings
     if settings.backend != "onnxruntime":
+        from dspark_trt.engines.tensorrt.compiler.acceptance import compile_acceptance
         from dspark_trt.engines.tensorrt.compiler.build import TIMING_CACHE, CompileSettings, compile_graphs
 
         compile_settings = CompileSettings(
@@ -91,6 +92,7 @@ def _make_engines(context: Context, folder: Path, progress: Progress) -> None:
                 progress(fraction)
 
             compile_graphs(context.output / "graphs", folder, compile_settings, progress=report)
+            compile_acceptance(context.output / "graphs", folder, compile_settings)
     (folder / ENGINE_FILE).write_text(json.dumps(settings.model_dump(), indent=1) + "\n")
 
 
@@ -111,6 +113,7 @@ def measure_step_table(context: Context, progress: Progress, budget_s: float = m
         gamma=read_draft_source(context.output).gamma,
         provenance=measured_with(context) | {"precision": context.precision},
         progress=progress,
+        acceptance=engines.acceptance,
         synchronize=engines.synchronize,
         num_warm_ups=NUM_WARM_UPS_ON_A_DEVICE if context.is_on_device else 1,
         is_padded=context.is_on_device,
@@ -118,7 +121,9 @@ def measure_step_table(context: Context, progress: Progress, budget_s: float = m
         budget_s=budget_s,
     )
     codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
-    return with_host_time(table, UnpricedLoops(engines.target, engines.drafter, codec.decode))
+    return with_host_time(
+        table, UnpricedLoops(engines.target, engines.drafter, codec.decode, acceptance=engines.acceptance)
+    )
 
 
 def _check_can_measure(context: Context) -> None:

@@ -55,7 +55,7 @@ def read_draft_source(build: Path) -> DraftSource:
     path = build / "checkpoints" / "drafter.json"
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ManifestError(f"{path} cannot be read ({error}); run `dspark-trt build` again") from None
     return drafter_spec_from_json(values)
 

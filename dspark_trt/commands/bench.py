@@ -61,8 +61,9 @@ def bench(
         raise RecipeError("--repeats and --max-tokens: expected numbers of at least 1")
     if trace is not None and (through_triton or kinds is not None):
         raise RecipeError("--trace goes without --kinds and --through-triton: a server does not tell its steps")
-    from dspark_trt.building.finished import check_servable, read_finished, read_gamma
+    from dspark_trt.building.finished import check_servable, read_finished
     from dspark_trt.building.reprofile import table_for_here
+    from dspark_trt.checkpoints.spec_json import read_draft_source
     from dspark_trt.commands import report
     from dspark_trt.commands.bench_against import Server
     from dspark_trt.commands.bench_report import as_data, as_markdown, check_report_path, write_report
@@ -90,7 +91,7 @@ def bench(
         check_servable(folder, None if wanted is None else parse_scheduler(wanted))
     summary, _ = read_finished(folder)
     recipe = summary.recipe
-    gamma, codec = read_gamma(folder / "checkpoints" / "drafter.json"), TextCodec.load(folder / "checkpoints/tokenizer")
+    gamma, codec = read_draft_source(folder).gamma, TextCodec.load(folder / "checkpoints/tokenizer")
     if max(counts) > recipe.max_requests:
         raise RecipeError(
             f"--concurrency: expected at most {recipe.max_requests} requests, as the build has rows, found "

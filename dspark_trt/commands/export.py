@@ -33,8 +33,9 @@ def export(
     """Write temperatures, prices and the start of a server in another engine's forms; say how well prices fit."""
     if context_tokens < 1:
         raise RecipeError(f"--context-tokens: expected at least 1, found {context_tokens}")
-    from dspark_trt.building.finished import read_finished, read_gamma
+    from dspark_trt.building.finished import read_finished
     from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
+    from dspark_trt.checkpoints.spec_json import read_draft_source
     from dspark_trt.commands import report
     from dspark_trt.commands.exported_files import FORMS, Exported
     from dspark_trt.steptable.additive import fit_additive
@@ -46,7 +47,7 @@ def export(
             f"{folder} was built with drafter {recipe.drafter}, and {engine} asks for a DSpark checkpoint; export a "
             "build that has one"
         )
-    gamma = read_gamma(folder / "checkpoints" / "drafter.json")
+    gamma = read_draft_source(folder).gamma
     found = load_calibration(folder / "calibration" / CALIBRATION_FILE, gamma=gamma)
     fit = fit_additive(
         StepTable.load(folder / "steptable" / "step_table.json"),

@@ -6,7 +6,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dspark_trt.building.finished import read_finished, read_gamma
+from dspark_trt.building.finished import read_finished
+from dspark_trt.checkpoints.spec_json import read_draft_source
 from dspark_trt.commands.acceptance import EVERY_DRAFT, SEED, Acceptance, count_acceptance, fitting_prompts
 from dspark_trt.commands.generation import GenerationFailedError, Result
 from dspark_trt.commands.ray_workers import ray_cluster
@@ -28,9 +29,8 @@ def evaluate_over_ray(
     GenerationFailedError when an answer fails.
     """
     max_seq_len = int(read_finished(folder)[1]["graphs"].settings["limits"]["max_seq_len"])
-    checkpoints = folder / "checkpoints"
-    gamma = read_gamma(checkpoints / "drafter.json")
-    codec = TextCodec.load(checkpoints / "tokenizer")
+    gamma = read_draft_source(folder).gamma
+    codec = TextCodec.load(folder / "checkpoints" / "tokenizer")
     set_of: dict[int, str] = {}
     lines: list[tuple[int, str]] = []
     for name, texts in sets.items():

@@ -26,8 +26,11 @@ def serve(
     address: Annotated[
         str,
         typer.Option(
-            help="Address or name that all of them bind to; with a tritonserver before 2.59.1 only OpenAI's API does."
+            help="Address or name that HTTP, gRPC and OpenAI's API bind to; before tritonserver 2.59.1 only the last."
         ),
+    ] = "127.0.0.1",
+    metrics_address: Annotated[
+        str, typer.Option(help="Address or name that the metrics port binds to, from tritonserver 2.59.1 on.")
     ] = "127.0.0.1",
     openai_port: Annotated[
         int | None, typer.Option(help="OpenAI's API and a live page, for example 9000; 0: any free one.")
@@ -58,6 +61,10 @@ def serve(
     max_tokens_limit: Annotated[
         int | None, typer.Option(help="A larger max_tokens is cut to it  [default: what a row holds]")
     ] = None,
+    max_stretch: Annotated[
+        float,
+        typer.Option(help="A step that reads prompts beside answers takes at most so many times a plain one; from 1."),
+    ] = 4.0,
     drain_time: Annotated[float, typer.Option(help="Seconds that running requests have when it is stopped.")] = 30.0,
     log_format: Annotated[
         Literal["text", "json"], typer.Option(help="Of the server's log, on standard error.")
@@ -90,6 +97,7 @@ def serve(
         grpc_port,
         metrics_port,
         resolve_address(address),
+        resolve_address(metrics_address, "--metrics-address"),
         scheduler,
         prefix_cache,
         admission=AdmissionLimits(
@@ -97,6 +105,7 @@ def serve(
             max_queue_s=max_queue_time,
             default_timeout_s=request_timeout,
             max_tokens=max_tokens_limit,
+            max_stretch=max_stretch,
         ),
         drain_s=drain_time,
         logs_routine=logging.getLogger("dspark_trt").isEnabledFor(logging.INFO),

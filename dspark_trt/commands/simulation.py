@@ -53,12 +53,13 @@ def read_source(source: Path) -> tuple[StepTable, tuple[float, ...]]:
     """
     if not source.is_dir():
         return StepTable.load(source), ()
-    from dspark_trt.building.finished import read_finished, read_gamma
+    from dspark_trt.building.finished import read_finished
+    from dspark_trt.checkpoints.spec_json import read_draft_source
 
     table = StepTable.load(source / "steptable" / "step_table.json")
     if not read_finished(source)[0].recipe.has_drafter_model:
         return table, ()
-    gamma = read_gamma(source / "checkpoints" / "drafter.json")
+    gamma = read_draft_source(source).gamma
     calibration = load_calibration(source / "calibration" / CALIBRATION_FILE, gamma=gamma).calibration
     survival = calibration.expected_survival
     conditional = survival / np.concatenate(([1.0], np.maximum(survival[:-1], 1e-9)))

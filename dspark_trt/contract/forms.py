@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dspark_trt_plugins.acceptance.form import MAX_SLOTS, MAX_VOCAB_SIZE, AcceptanceForm
+from dspark_trt_plugins.acceptance.launches import AcceptanceOperation
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 
 from dspark_trt.checkpoints.spec import BlockDrafterSpec
-from dspark_trt.contract.dims import DrafterDims, FloatType
+from dspark_trt.contract.dims import DrafterDims, FloatType, TargetDims
 
 
 def markov_head_form(
@@ -39,3 +41,10 @@ def markov_head_form(
 def select_form(dims: DrafterDims) -> PrefixSelectForm:
     """The selection that runs between draft and verification on a device, where K is known beforehand."""
     return PrefixSelectForm(dims.gamma)
+
+
+def acceptance_operation(target: TargetDims, drafter: DrafterDims) -> AcceptanceOperation | None:
+    """What accepts the drafts of this pair on a device; None where the sizes are beyond its kernels."""
+    if target.vocab_size > MAX_VOCAB_SIZE or drafter.gamma >= MAX_SLOTS:
+        return None
+    return AcceptanceOperation(AcceptanceForm(target.vocab_size, drafter.gamma + 1))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dspark_trt.checkpoints.spec import NgramSpec
 from dspark_trt.checkpoints.spec_json import read_draft_source
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import EnvironmentMissingError
@@ -22,6 +23,7 @@ class OpenEngines:
     target: TargetEngine
     drafter: DraftEngine | None  # None: drafts are copied from each request's own text
     step: StepEngine | None = None  # both on one device, where there is one
+    acceptance: AcceptEngine | None = None  # on that device; None: the runtime accepts, slot by slot
     synchronize: Callable[[], None] = lambda: None  # wait for what the engines have enqueued
 
 
@@ -68,4 +70,4 @@ def open_engines(build: Path) -> OpenEngines:
             f"found {found}; install that version, or run `dspark-trt build` again"
         )
     engines = open_tensorrt_engines(build, settings)
-    return OpenEngines(engines.target, engines.drafter, engines.step, engines.synchronize)
+    return OpenEngines(engines.target, engines.drafter, engines.step, engines.acceptance, engines.synchronize)

@@ -1,10 +1,7 @@
 """`drafter`: attention of the drafter on ONNX Runtime. The slots of a block are folded into the head dimension.
 
-A block is bidirectional: each of its G queries sees the same keys, the context before the anchor and all G slots. So
-the G queries of N heads are one query of N*G heads, each KV head serving G times as many, at the block's last position.
 The block's keys and values are written behind the context first, where no valid position stands; the next ingest
-overwrites them. What remains is a decode call of `com.microsoft.GroupQueryAttention`: in place, no mask, no copy of the
-context, work by live length. Where a layer is causal or has a window, a bias takes away what a slot does not see.
+overwrites them (docs/architecture.md, "Attention"). A bias takes away what a slot does not see.
 
 Shape letters: `R` requests, `G` positions of a block, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head
 dim, `T` context tokens, `J` positions of the longest row.

@@ -1,9 +1,7 @@
 """`standard`: attention for TensorRT, and on ONNX Runtime as a check.
 
-TensorScatter writes the padded keys and values into the rows. The node `dspark::RowAttention` attends over them: its
-kernels read what is live (docs/adr/0007), its body is opset 24's Attention over the whole row under a mask made from
-the lengths. The mask is explicit because the other ways to say it are not portable: TensorRT's parser drops
-`nonpad_kv_seqlen` silently, aligns `is_causal` to the upper left and refuses past/present. On ONNX Runtime the cost
+TensorScatter writes the padded keys and values into the rows, and the node `dspark::RowAttention` attends over them
+under a mask that is always explicit (docs/architecture.md, "Attention"). On ONNX Runtime the cost
 follows the capacity of a row, not its live length.
 
 Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides

@@ -47,7 +47,7 @@ PREPROCESSING_FIELDS = (
 )
 
 # Fields that go to the engine model as they are.
-ENGINE_FIELDS = (
+_OWN_ENGINE_FIELDS = (
     Field("max_tokens", "INT32", step_name="request_output_len"),
     Field("stream", "BOOL", step_name="streaming"),
     Field("exclude_input_in_output", "BOOL"),
@@ -83,6 +83,27 @@ ENGINE_FIELDS = (
     Field("guided_decoding_guide", "STRING"),
     Field("guided_decoding_guide_type", "STRING"),
 )
+
+# What TensorRT-LLM's Triton model has called some of them since July 2026: other names of the same fields.
+_PREFIXED = ("max_tokens", "temperature", "top_k", "top_p", "seed", "presence_penalty", "frequency_penalty")
+ALIASES = {
+    "streaming": "stream",
+    "sampling_param_stop": "stop_words",
+    **{f"sampling_param_{name}": name for name in (*_PREFIXED, "return_perf_metrics")},
+}
+
+
+def _alias_fields() -> tuple[Field, ...]:
+    own = {field.name: field for field in _OWN_ENGINE_FIELDS}
+    named = ((alias, own[name]) for alias, name in ALIASES.items())
+    # the engine model has a tensor `streaming` of its own, so there this one is called `stream`
+    return tuple(
+        Field(alias, field.data_type, field.dims, step_name=field.name if field.step_name == alias else "")
+        for alias, field in named
+    )
+
+
+ENGINE_FIELDS = (*_OWN_ENGINE_FIELDS, *_alias_fields())
 
 # Not read, but as long as max_tokens or a text is there, Triton runs this step, and it can say what is missing.
 _PREPROCESSING_TRIGGER = Field("max_tokens", "INT32", step_name="REQUEST_OUTPUT_LEN")

@@ -16,11 +16,12 @@ from dspark_trt.checkpoints.drafters.block import block_spec
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract.dims import DrafterDims, FloatType, TargetDims, drafter_dims, target_dims
+from dspark_trt.contract.forms import acceptance_operation
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.device.engines import DeviceEngines, DeviceSessions, open_device_engines
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.errors import EnvironmentMissingError
-from dspark_trt.reference.sequential import TorchSelectSession
+from dspark_trt.reference.sequential import TorchSelectSession, gpu_kernels
 from dspark_trt.reference.sessions import TorchDraftSession, TorchIngestSession, TorchTargetSession, context_type
 from dspark_trt.reference.weights import ReferenceWeights
 
@@ -43,8 +44,15 @@ def open_device_reference_engines(
     buffers.
     """
     opened = open_reference_sessions(target, drafter, limits=limits, precision=precision, device=device)
+    accepting = acceptance_operation(opened.target_dims, opened.drafter_dims)
+    has_kernels = accepting is not None and torch.device(device).type == "cuda"
     return open_device_engines(
-        opened.sessions, opened.target_dims, opened.drafter_dims, device, use_cuda_graphs=use_cuda_graphs
+        opened.sessions,
+        opened.target_dims,
+        opened.drafter_dims,
+        device,
+        use_cuda_graphs=use_cuda_graphs,
+        acceptance_kernels=gpu_kernels(accepting, device) if accepting and has_kernels else None,
     )
 
 

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dspark_trt_plugins.bundle import kernel_sm
+from dspark_trt_plugins.acceptance.launches import AcceptanceOperation
+from dspark_trt_plugins.bundle import KernelBundle, kernel_sm
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
 from dspark_trt_plugins.prefix_select.reference import prefix_select
@@ -24,6 +25,8 @@ from dspark_trt.engines.device.session import Tensors
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.reference.heads import ReferenceHeads
 from dspark_trt.reference.weights import ReferenceWeights
+
+_Compilable = AcceptanceOperation | MarkovHeadOperation | PrefixSelectOperation
 
 ELEMENT_TYPES: dict[torch.dtype, FloatType] = {
     torch.float32: "float32",
@@ -101,7 +104,7 @@ class _WidenedWeights(ReferenceWeights):
         return self._rounded[name].to(element_type)
 
 
-def gpu_operation(operation: MarkovHeadOperation | PrefixSelectOperation, device: str) -> Any:
+def gpu_operation(operation: _Compilable, device: str) -> Any:
     """The operation's kernels, compiled for this GPU and loaded: a TorchOperation.
 
     Raises EnvironmentMissingError without triton or cuda-bindings, EngineBuildError when kernels cannot be compiled or
@@ -112,11 +115,17 @@ def gpu_operation(operation: MarkovHeadOperation | PrefixSelectOperation, device
     except ImportError as error:
         raise _missing(error) from None
     with torch.cuda.device(device), torch_errors(operation.name):
-        return TorchOperation(operation, _compiled(operation, torch.cuda.get_device_capability(device)))
+        return TorchOperation(operation, gpu_kernels(operation, device))
+
+
+def gpu_kernels(operation: _Compilable, device: str) -> KernelBundle:
+    """The operation's kernels, compiled for this GPU. Raises what `gpu_operation` raises."""
+    bundle: KernelBundle = _compiled(operation, torch.cuda.get_device_capability(device))
+    return bundle
 
 
 @functools.cache
-def _compiled(operation: MarkovHeadOperation | PrefixSelectOperation, capability: tuple[int, int]) -> Any:
+def _compiled(operation: _Compilable, capability: tuple[int, int]) -> Any:
     try:
         from dspark_trt_plugins.bundle import SUPPORTED_SMS
         from dspark_trt_plugins.compile import compile_operation

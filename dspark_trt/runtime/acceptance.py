@@ -8,8 +8,9 @@ Slot j, for every request at once that has accepted x_1 .. x_{j-1}:
     none (left)                 draw from p_t, done: the bonus
 A request without drafts, the first token after a prompt included, is a block of length 0. Greedy requests take the same
 path: p_t is a point mass, and so is p_d of an argmax draft. Slots are evaluated one after the other because most rows
-behind a rejection would be computed for nothing. Where arrays live on a device, the host waits for it a few times per
-slot, for all requests together; for single requests only where they ask for log probabilities, bad_words or min_tokens.
+behind a rejection would be computed for nothing. Engines of a device decide all rows at once instead
+(`runtime/fused_acceptance.py`); where one cannot, this loop runs on its arrays too, and the host waits a few times per
+slot.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dspark_trt.runtime.verification import Segment
 
 Array = Any  # of the engine's library
 
-NOT_FINITE = "the target's logits are not finite at this position; the request cannot go on"
+NOT_FINITE_ERROR = "the target's logits are not finite at this position; the request cannot go on"
 
 
 @dataclass(slots=True)
@@ -130,7 +131,7 @@ def _decide_argmax(slot: int, inside: list[_Trial], logits: Array) -> list[_Tria
     going_on = []
     for trial, token_id, finite in zip(inside, token_ids, is_finite, strict=True):
         if not finite:
-            trial.result.error = NOT_FINITE
+            trial.result.error = NOT_FINITE_ERROR
         elif trial.push_argmax(token_id, logits, slot):
             going_on.append(trial)
     return going_on
@@ -169,7 +170,7 @@ def _next_token_logits(slot: int, inside: list[_Trial], logits: Array) -> tuple[
     for at, is_finite in enumerate(to_host(xp.all(xp.isfinite(rows), axis=-1)).tolist()):
         state = inside[at].segment.state
         if not is_finite:
-            inside[at].result.error = NOT_FINITE
+            inside[at].result.error = NOT_FINITE_ERROR
             continue
         try:
             if state.processors.has_edits:

@@ -1,6 +1,7 @@
 """The engines and the lengths of their caches: every call reserves, is timed, and fails for its requests alone.
 
-What is timed: `draft_ms` ends when the drafts are known to the host, `verify_ms` when the logits are. Where a
+What is timed: `draft_ms` ends when the drafts are known to the host, `verify_ms` when the logits are, or what became of
+the drafts where an engine accepts them. Where a
 StepEngine does both in one call, `draft_ms` holds the call, the draft and its selection, and `verify_ms` what the
 verification takes from there on; an engine that computes everything before it returns leaves nothing to `verify_ms`.
 """
@@ -17,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.protocol import (
     DraftBatch,
     DraftEngine,
@@ -30,6 +32,7 @@ from dspark_trt.errors import CapacityError
 from dspark_trt.runtime.acceptance import Acceptance
 from dspark_trt.runtime.arrays import wait_for
 from dspark_trt.runtime.drafting import DraftBlock, DraftVocabulary, draft_batch, draft_block
+from dspark_trt.runtime.fused_acceptance import Decided, decide
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
 from dspark_trt.runtime.pending_taps import PendingTaps, TapChunk
@@ -58,13 +61,15 @@ class _Ingest:
 
 
 class EngineCalls:
-    """Owns both caches' lengths. `drafter` is None where nothing is drafted, `step_engine` where the host selects."""
+    """Owns both caches' lengths. `drafter` is None where nothing is drafted, `step_engine` where the host selects,
+    `acceptance` where the runtime accepts slot by slot."""
 
     def __init__(
         self,
         target: TargetEngine,
         drafter: DraftEngine | None,
         step_engine: StepEngine | None = None,
+        acceptance: AcceptEngine | None = None,
         *,
         keeps_taps: bool = False,
     ) -> None:
@@ -86,6 +91,7 @@ class EngineCalls:
         self.target = target
         self.drafter = drafter
         self.step_engine = step_engine
+        self.acceptance = acceptance
         self.target_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self.context_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self.record = StepRecord()  # of the step that is running
@@ -134,19 +140,22 @@ class EngineCalls:
 
     def verify(
         self, plan: StepPlan, verify_lens: NDArray[np.int64], block: DraftBlock | None
-    ) -> tuple[list[Segment], TargetOutput]:
-        """One forward pass of the target. Its reservations stand until `commit`. verify_lens [R]."""
+    ) -> tuple[list[Segment], TargetOutput, Decided | None]:
+        """One forward pass of the target, and acceptance where an engine does it. Its reservations stand until
+        `commit`. verify_lens [R]."""
         batch, segments = pack(plan, verify_lens, block, self.target_cache)
         self._packed_ids = batch.token_ids
         self._reserve(plan, verify_lens)
         self._record_batch(plan, int(verify_lens.sum()))
         with self._call("verify_ms", plan.states):
             output = self.target.forward(batch)
-            wait_for(output.logits)
+            decided = self._await(segments, output, block)
         self._record_verification(plan)
-        return segments, output
+        return segments, output, decided
 
-    def draft_and_verify(self, plan: StepPlan, select: SelectBatch) -> tuple[DraftBlock, list[Segment], TargetOutput]:
+    def draft_and_verify(
+        self, plan: StepPlan, select: SelectBatch
+    ) -> tuple[DraftBlock, list[Segment], TargetOutput, Decided | None]:
         """`draft`, the selection of drafts, and `verify` in one call, which waits for nothing but the host's own needs.
 
         The reservations are what may be verified at most. While the target verifies, the host learns what was drafted.
@@ -166,9 +175,9 @@ class EngineCalls:
         packed, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
         self._packed_ids = packed.token_ids
         with self._call("verify_ms", plan.states):
-            wait_for(output.target.logits)
+            decided = self._await(segments, output.target, block)
         self._record_verification(plan)
-        return block, segments, output.target
+        return block, segments, output.target, decided
 
     def commit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """Make valid what was accepted: prompt tokens, or the anchor and the accepted drafts."""
@@ -266,6 +275,13 @@ class EngineCalls:
     def _block(self, batch: DraftBatch, draft_logits: Any, draft_ids: Any, confidence_logits: Any) -> DraftBlock:
         vocab_size = self.target.vocab_size
         return draft_block(batch, draft_logits, draft_ids, confidence_logits, self._draft_vocabulary, vocab_size)
+
+    def _await(self, segments: Sequence[Segment], output: TargetOutput, block: DraftBlock | None) -> Decided | None:
+        """Wait for the target, and for what became of its drafts where an engine accepts them."""
+        decided = decide(self.acceptance, segments, output.logits, block, self.target.vocab_size)
+        if decided is None:
+            wait_for(output.logits)
+        return decided
 
     def _reserve(self, plan: StepPlan, verify_lens: NDArray[np.int64]) -> None:
         for state, verify_len in zip(plan.decode, verify_lens.tolist(), strict=True):

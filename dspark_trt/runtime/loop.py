@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine, TargetOutput
@@ -22,6 +23,7 @@ from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock, with_lookups
 from dspark_trt.runtime.emission import Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
+from dspark_trt.runtime.fused_acceptance import Decided, results_of
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
 from dspark_trt.runtime.planner import Planner
 from dspark_trt.runtime.prefix_cache import PrefixCache
@@ -53,6 +55,7 @@ class DecodingLoop:
         target: TargetEngine,
         drafter: DraftEngine | None,
         step_engine: StepEngine | None = None,
+        acceptance: AcceptEngine | None = None,
         step_table: StepTable | None,
         calibration: Calibration,
         lookup: LookupAcceptance | None = None,
@@ -68,7 +71,8 @@ class DecodingLoop:
         Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `lookup`: drafts may be copied
         from a request's own text, at most as many as `calibration` has slots; in mode auto beside the drafter, in every
         mode without one. `step_engine`, over these very engines, drafts and verifies in one call; only mode
-        lagged_budget knows early enough how much is verified.
+        lagged_budget knows early enough how much is verified. `acceptance`: accepts where the logits are; None: the
+        runtime does it, slot by slot.
         max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
         prefix_cache: prompts begin where a KV row already holds their first tokens. The engines are then this loop's
         alone: what another one writes into a row that is free here is not noticed.
@@ -103,6 +107,7 @@ class DecodingLoop:
             target,
             drafter if self._max_verify_len else None,
             step_engine if is_selected_on_device else None,
+            acceptance,
             keeps_taps=prefix_cache,
         )
         self._planner = Planner(
@@ -190,13 +195,13 @@ class DecodingLoop:
         plan = self._plan = self._planner.make_plan(self._rows.occupants)
         block: DraftBlock | None
         if self._engines.step_engine and plan.num_drafting:
-            block, segments, output = self._draft_and_verify(plan)
+            block, segments, output, decided = self._draft_and_verify(plan)
         else:
             block = with_lookups(self._engines.draft(plan.drafting, plan.num_slots), plan.lookups)
-            segments, output = self._engines.verify(plan, self._verify_lens(plan, block), block)
+            segments, output, decided = self._engines.verify(plan, self._verify_lens(plan, block), block)
         if self._on_verified is not None:
             self._on_verified(segments, output.logits, block)
-        results = accept(segments, output.logits, block)
+        results = accept(segments, output.logits, block) if decided is None else results_of(segments, decided)
         self._engines.commit(segments, results)
         if self._scheduling is not None:
             self._scheduling.learn(plan, segments, results)
@@ -235,16 +240,15 @@ class DecodingLoop:
             if self._prefix_cache is not None:
                 self._prefix_cache.admit(state)
 
-    def _draft_and_verify(self, plan: StepPlan) -> tuple[DraftBlock, list[Segment], TargetOutput]:
+    def _draft_and_verify(self, plan: StepPlan) -> tuple[DraftBlock, list[Segment], TargetOutput, Decided | None]:
         """Draft, schedule and verify in one call: how many drafts are verified is known before anything is drafted."""
         assert self._scheduling is not None, "what drafts is scheduled"
         prefixes = self._scheduling.prefixes
         budget = prefixes.budget(offer_drafts(plan, self._scheduling.prices))
-        block, segments, output = self._engines.draft_and_verify(
-            plan, select_batch(plan, budget, prefixes.temperatures[: plan.num_slots])
-        )
+        selection = select_batch(plan, budget, prefixes.temperatures[: plan.num_slots])
+        block, segments, output, decided = self._engines.draft_and_verify(plan, selection)
         self._scheduling.record_selected(plan, block)
-        return block, segments, output
+        return block, segments, output, decided
 
     def _verify_lens(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
         if self._scheduling is None:

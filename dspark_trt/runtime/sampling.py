@@ -33,6 +33,7 @@ from dspark_trt.runtime.truncation import truncate
 Array = Any  # of the engine's library
 TopLogProbs = tuple[tuple[int, float], ...]  # (token id, log probability), most probable first
 
+ALL_MASKED_ERROR = "bad_words and min_tokens: together they mask every token of the vocabulary; mask fewer"
 MIN_TEMPERATURE = 1e-5  # below it a request counts as greedy
 RESIDUAL_MASS_EPSILON = 1e-8  # below it draft and target distribution are equal up to rounding
 
@@ -44,26 +45,42 @@ class LogitProcessors:
     """
 
     def __init__(self, params: SamplingParams, prompt_ids: NDArray[np.int64], ending_ids: Sequence[int]) -> None:
-        self._params = params
-        self._tokens = prompt_ids.tolist()
-        self._num_prompt_tokens = len(self._tokens)
-        self._has_penalties = params.repetition_penalty != 1.0 or bool(
+        self.params = params
+        self.tokens = prompt_ids.tolist()
+        self._num_prompt_tokens = len(self.tokens)
+        self.has_penalties = params.repetition_penalty != 1.0 or bool(
             params.presence_penalty or params.frequency_penalty
         )
         seen = np.unique(prompt_ids) if params.repetition_penalty != 1.0 else prompt_ids[:0]
-        self._seen_ids = np.concatenate((seen, np.zeros(params.max_tokens * self._has_penalties, dtype=np.int64)))
+        self._seen_ids = np.concatenate((seen, np.zeros(params.max_tokens * self.has_penalties, dtype=np.int64)))
         self._seen_counts = np.zeros(len(self._seen_ids), dtype=np.float32)  # among the generated tokens
-        self._index_of = {token_id: index for index, token_id in enumerate(seen.tolist())}
+        # of the ids above
+        self.place_of_seen = {token_id: index for index, token_id in enumerate(seen.tolist())}
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float32)
         self._ending_ids = np.array(sorted(ending_ids) if params.min_tokens else [], dtype=np.int64)
-        self.has_edits = bool(self._has_penalties or params.logit_bias or params.bad_words or params.min_tokens)
+        self.has_edits = bool(self.has_penalties or params.logit_bias or params.bad_words or params.min_tokens)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self._num_prompt_tokens
+
+    @property
+    def seen(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """Ids that penalties look at, and how often each was generated."""
+        return self._seen_ids[: len(self.place_of_seen)], self._seen_counts[: len(self.place_of_seen)]
+
+    @property
+    def ending_ids(self) -> list[int]:
+        """That min_tokens masks; none without it."""
+        ids: list[int] = self._ending_ids.tolist()
+        return ids
 
     def push(self, token_id: int) -> None:
         """A token was generated."""
-        self._tokens.append(token_id)
-        if self._has_penalties:
-            index = self._index_of.setdefault(token_id, len(self._index_of))
+        self.tokens.append(token_id)
+        if self.has_penalties:
+            index = self.place_of_seen.setdefault(token_id, len(self.place_of_seen))
             self._seen_ids[index] = token_id
             self._seen_counts[index] += 1
 
@@ -77,8 +94,8 @@ class LogitProcessors:
         def like_row(values: NDArray[Any]) -> Array:
             return xp.asarray(values, device=device(row))
 
-        if self._has_penalties:
-            params, num_seen = self._params, len(self._index_of)
+        if self.has_penalties:
+            params, num_seen = self.params, len(self.place_of_seen)
             ids = like_row(self._seen_ids[:num_seen])
             counts = self._seen_counts[:num_seen]
             logits = row[ids]
@@ -88,15 +105,15 @@ class LogitProcessors:
         if len(self._bias_ids):
             ids = like_row(self._bias_ids)
             row[ids] = row[ids] + like_row(self._bias)
-        for sequence in self._params.bad_words:
+        for sequence in self.params.bad_words:
             beginning = list(sequence[:-1])
-            if not beginning or self._tokens[-len(beginning) :] == beginning:
+            if not beginning or self.tokens[-len(beginning) :] == beginning:
                 row[sequence[-1]] = -xp.inf
-        if len(self._ending_ids) and len(self._tokens) - self._num_prompt_tokens < self._params.min_tokens:
+        if len(self._ending_ids) and self.num_generated < self.params.min_tokens:
             row[like_row(self._ending_ids)] = -xp.inf
         # nothing else masks; on a device this waits for the row
-        if (self._params.bad_words or len(self._ending_ids)) and float(xp.max(row)) == -xp.inf:
-            raise RequestError("bad_words and min_tokens: together they mask every token of the vocabulary; mask fewer")
+        if (self.params.bad_words or len(self._ending_ids)) and float(xp.max(row)) == -xp.inf:
+            raise RequestError(ALL_MASKED_ERROR)
 
 
 def is_greedy(temperature: float) -> bool:

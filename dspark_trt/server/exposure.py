@@ -38,11 +38,18 @@ def confine(options: ServeOptions, front_end: FrontEndOptions | None) -> tuple[S
     Raises RecipeError where other machines were to reach a server that must not be reached, and there is no front end;
     EnvironmentMissingError when there is no server.
     """
-    if is_loopback(options.address):
-        return options, front_end and replace(front_end, address=options.address)
+    reachable = front_end and replace(front_end, address=options.address)
+    if is_loopback(options.address) and is_loopback(options.metrics_address):
+        return options, reachable
     version = server_version(find_server(options.cache))
     if is_fixed(version):
-        return options, front_end and replace(front_end, address=options.address)
+        return options, reachable
+    if not is_loopback(options.metrics_address):
+        raise RecipeError(
+            f"--metrics-address {options.metrics_address}: the tritonserver here is {version}, and before {FIXED} one "
+            f"hostile HTTP request ends it, so it listens on {LOOPBACK} only. Leave the option out: with --openai-port "
+            f"9000 our own front end has /metrics too; or put tritonserver {FIXED} or later on PATH"
+        )
     if front_end is None:
         raise RecipeError(
             f"--address {options.address}: the tritonserver here is {version}, and before {FIXED} one hostile HTTP "
@@ -50,7 +57,7 @@ def confine(options: ServeOptions, front_end: FrontEndOptions | None) -> tuple[S
             f"listens on {options.address} (OpenAI's API, generate and generate_stream, metrics); or put tritonserver "
             f"{FIXED} or later on PATH (Triton's containers from 25.07)"
         )
-    return replace(options, address=LOOPBACK), replace(front_end, address=options.address)
+    return replace(options, address=LOOPBACK), reachable
 
 
 def installed_version() -> str:

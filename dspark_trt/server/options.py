@@ -37,7 +37,8 @@ class ServeOptions:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
-    address: str = "127.0.0.1"  # that all three bind to
+    address: str = "127.0.0.1"  # that HTTP and gRPC bind to
+    metrics_address: str = "127.0.0.1"
     scheduler: str | None = None  # as in `parse_scheduler`; None: what the build's repository says
     prefix_cache: bool | None = None  # whether K/V are reused between requests; None: as the build says
     cache: Path | None = None  # where the server tree lives; None: default_cache_folder()
@@ -62,16 +63,16 @@ def with_ports(options: ServeOptions) -> ServeOptions:
     """
     with contextlib.ExitStack() as stack:
 
-        def choose(name: str) -> int:
+        def choose(name: str, address: str) -> int:
             port: int = getattr(options, name)
-            listener = stack.enter_context(socket.socket(family_of(options.address)))
+            listener = stack.enter_context(socket.socket(family_of(address)))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that just ended do not count
             try:
-                listener.bind((options.address, port))
+                listener.bind((address, port))
                 listener.listen()
             except (OSError, OverflowError) as error:
                 raise RecipeError(
-                    f"{name}: cannot listen on {options.address} port {port} ({error}); end what uses it, or choose "
+                    f"{name}: cannot listen on {address} port {port} ({error}); end what uses it, or choose "
                     "another port (0: any free one)"
                 ) from None
             chosen: int = listener.getsockname()[1]
@@ -79,7 +80,7 @@ def with_ports(options: ServeOptions) -> ServeOptions:
 
         return replace(
             options,
-            http_port=choose("http_port"),
-            grpc_port=choose("grpc_port"),
-            metrics_port=choose("metrics_port"),
+            http_port=choose("http_port", options.address),
+            grpc_port=choose("grpc_port", options.address),
+            metrics_port=choose("metrics_port", options.metrics_address),
         )

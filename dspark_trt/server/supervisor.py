@@ -16,13 +16,14 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError
-from dspark_trt.machine.address import in_url, is_ipv6
+from dspark_trt.machine.address import in_url
+from dspark_trt.server.arguments import EXIT_MARGIN_S, server_arguments
 from dspark_trt.server.http_calls import generate, is_ready
 from dspark_trt.server.options import ServeOptions, with_ports
 from dspark_trt.server.prober import Prober
@@ -43,13 +44,11 @@ from dspark_trt.steptable.table import StepTable
 
 __all__ = ["TritonServer", "generate"]
 
-_EXIT_MARGIN_S = 5  # for requests to be told that their time is over, and for the models to be closed
 _KILL_TIMEOUT_S = 10  # after which a server that does not stop is killed
 _ORPHAN_TIMEOUT_S = 2  # for killed processes to be gone
 _FIRST_ANSWER_TIMEOUT_S = 60
 _POLL_S = 0.05
 _ROUTINE = re.compile(r"I\d{4} |\+-|\| |$")  # informational messages, tables, empty lines
-_RESTRICTED = "shared-memory,trace,logging"  # APIs of Triton that no client of ours needs
 
 
 class TritonServer:
@@ -78,19 +77,15 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self._connect_host()}:{self._options.http_port}"
+        return f"http://{_host_of(self._options.address)}:{self._options.http_port}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{self._connect_host()}:{self._options.metrics_port}/metrics"
+        return f"http://{_host_of(self._options.metrics_address)}:{self._options.metrics_port}/metrics"
 
     @property
     def grpc_address(self) -> str:
-        return f"{self._connect_host()}:{self._options.grpc_port}"
-
-    def _connect_host(self) -> str:
-        address = self._options.address
-        return in_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address))
+        return f"{_host_of(self._options.address)}:{self._options.grpc_port}"
 
     def __enter__(self) -> TritonServer:
         """Start the server and wait for its first answer.
@@ -120,7 +115,8 @@ class TritonServer:
         assert self._process is None, "the one before it is ended first"
         tree = find_server(self._options.cache)
         assert self._folder is not None, "prepared first"
-        command = [str(tree.executable), f"--model-repository={self._folder.repository}", *self._arguments()]
+        arguments = server_arguments(self._options, self._admin_key, self._shared_memory_prefix)
+        command = [str(tree.executable), f"--model-repository={self._folder.repository}", *arguments]
         if tree.backend_directory is not None:
             command += [f"--backend-directory={tree.backend_directory}"]
         output = self._log.open()
@@ -167,7 +163,7 @@ class TritonServer:
         with contextlib.suppress(OSError):  # no engine model is left that could be told
             send_command(self._folder.control_socket, {"command": "drain", "seconds": seconds})
         os.kill(self._process.pid, signal.SIGINT)  # it refuses connections from now on, and waits for running requests
-        deadline = time.monotonic() + seconds + _EXIT_MARGIN_S
+        deadline = time.monotonic() + seconds + EXIT_MARGIN_S
         while not (self.has_died() or is_impatient()) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
@@ -195,9 +191,7 @@ class TritonServer:
                 self._folder = None
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        os.killpg(
-            process.pid, signal.SIGKILL
-        )  # the backend processes are in the server's group, which is not reaped yet
+        os.killpg(process.pid, signal.SIGKILL)  # backend processes are in the server's group, which is not reaped yet
         process.wait()
         deadline = time.monotonic() + _ORPHAN_TIMEOUT_S
         while running_in_group(process.pid) and time.monotonic() < deadline:
@@ -207,25 +201,6 @@ class TritonServer:
     def describe_death(self) -> str:
         """What a person needs to know about a server that ended by itself."""
         return f"tritonserver serving {self._build_dir} ended by itself; {self.log_tail()}"
-
-    def _arguments(self) -> Iterator[str]:
-        options = self._options
-        http_address = f"ipv6:{options.address}" if is_ipv6(options.address) else options.address  # libevent's spelling
-        for service, address, port in (
-            ("http", http_address, options.http_port),
-            ("grpc", in_url(options.address), options.grpc_port),
-            ("metrics", http_address, options.metrics_port),
-        ):
-            yield f"--{service}-address={address}"
-            yield f"--{service}-port={port}"
-        yield f"--http-restricted-api={_RESTRICTED}:X-Dspark-Admin={self._admin_key}"
-        yield f"--grpc-restricted-protocol={_RESTRICTED}:dspark-admin={self._admin_key}"
-        yield f"--exit-timeout-secs={int(options.drain_s) + _EXIT_MARGIN_S}"
-        yield "--allow-gpu-metrics=false"
-        yield "--pinned-memory-pool-byte-size=0"  # all tensors live in host memory
-        yield f"--log-info={str(options.logs_routine).lower()}"
-        yield f"--backend-config=python,shm-region-prefix-name={self._shared_memory_prefix}"
-        yield f"--backend-config=python,stub-timeout-seconds={int(options.startup_timeout_s)}"
 
     def _wait_until_answering(self) -> None:
         deadline = time.monotonic() + self._options.startup_timeout_s
@@ -252,3 +227,8 @@ class TritonServer:
             return "its messages are above"
         lines = [line for line in log_file.read_text(errors="replace").splitlines() if not _ROUTINE.match(line)]
         return f"the end of its log {log_file}, routine lines left out:\n" + "\n".join(lines[-num_lines:])
+
+
+def _host_of(address: str) -> str:
+    """Where this machine reaches what binds to an address, as it stands in a URL."""
+    return in_url({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address))

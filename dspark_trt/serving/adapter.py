@@ -6,31 +6,27 @@ always send for "off" (beam_width 1, length_penalty 1, ...) pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from dspark_trt.errors import RequestError
-from dspark_trt.packaging.signature import ENGINE_FIELDS, ENGINE_ONLY_INPUTS
+from dspark_trt.packaging.signature import ALIASES, ENGINE_FIELDS, ENGINE_ONLY_INPUTS
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.serving.fields import Fields, Tensors, refuse_unknown
 from dspark_trt.serving.limits import (
     MAX_CLIENT_ID_CHARACTERS,
     MAX_PRIORITY,
-    MAX_STOP_WORD_CHARACTERS,
-    MAX_STOP_WORDS,
     MAX_TIMEOUT_MS,
     MIN_PRIORITY,
-    check_bad_word_ids,
     check_count,
-    check_logit_bias,
-    check_stop_words,
 )
+from dspark_trt.serving.sampling_fields import Decode, sampling_fields
 
-Decode = Callable[[Sequence[int]], str]
 MakeSampling = Callable[..., SamplingParams]  # what was given (None: not given), over the checkpoint's defaults
 
 _CLIENT_NAMES = {field.step_tensor().name: field.name for field in ENGINE_FIELDS}
+_STEP_NAMES = {name: step_name for step_name, name in _CLIENT_NAMES.items()}
 _KNOWN = tuple(_CLIENT_NAMES) + tuple(tensor.name for tensor in ENGINE_ONLY_INPUTS)
 
 # Field -> the one value that means "off", and what to do instead.
@@ -50,7 +46,6 @@ _RUNTIME_NAMES = {
     "stop_strings": "stop_words",
     "num_log_probs": "num_top_log_probs",
 }
-_END_ID_OFF = -1  # nothing ends the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +102,10 @@ def read_request(
     """Raises RequestError that names the field which is not acceptable. A larger max_tokens is cut to `max_tokens`."""
     refuse_unknown(parameters, _KNOWN)
     check_count("request id", len(client_id), MAX_CLIENT_ID_CHARACTERS, "characters")
-    fields = Fields(tensors, _CLIENT_NAMES)
+    fields = _under_one_name(tensors)
     _refuse_unsupported(fields)
     is_streaming = fields.flag("streaming") or False
-    sampling = make_sampling(**_sampling_fields(fields, decode))
+    sampling = make_sampling(**sampling_fields(fields, decode))
     if max_tokens is not None and sampling.max_tokens > max_tokens >= sampling.min_tokens:
         sampling = replace(sampling, max_tokens=max_tokens)
     return EngineRequest(
@@ -136,6 +131,18 @@ def with_client_names(error: RequestError) -> RequestError:
     """A refusal of the runtime, in the words of the client."""
     name, colon, rest = str(error).partition(":")
     return RequestError(f"{_RUNTIME_NAMES[name]}:{rest}") if colon and name in _RUNTIME_NAMES else error
+
+
+def _under_one_name(tensors: Tensors) -> Fields:
+    """A field that came under another name is read under ours, and refused under the client's."""
+    came = {alias: name for alias, name in ALIASES.items() if tensors.get(_STEP_NAMES[alias]) is not None}
+    renamed = {_STEP_NAMES[name]: tensors[_STEP_NAMES[alias]] for alias, name in came.items()}
+    for alias, name in came.items():
+        if tensors.get(_STEP_NAMES[name]) is not None:
+            raise RequestError(f"{alias}: another name of {name}; send one of them")
+    if not came:
+        return Fields(tensors, _CLIENT_NAMES)
+    return Fields({**tensors, **renamed}, _CLIENT_NAMES | {_STEP_NAMES[name]: alias for alias, name in came.items()})
 
 
 def _refuse_unsupported(fields: Fields) -> None:
@@ -179,79 +186,3 @@ def _max_verify_len(fields: Fields) -> int | None:
     if found is not None and found < 0:
         raise fields.refusal("max_verify_len", "an integer >= 0 (0: decode without drafts)", found)
     return 0 if fields.flag("draft") is False else found
-
-
-def _stop_words(fields: Fields, decode: Decode) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Stop strings, and stop token ids: of the sequences that are one token without text, a special one."""
-    texts = list(fields.texts("stop_words", MAX_STOP_WORDS))
-    check_stop_words(texts)
-    sequences = fields.token_sequences("stop_words_list")
-    check_count("stop_words_list", len(sequences), MAX_STOP_WORDS, "sequences")
-    token_ids = []
-    for ids in sequences:
-        check_count("stop_words_list", len(ids), MAX_STOP_WORD_CHARACTERS, "token ids in a sequence")
-        if min(ids) < 0:
-            raise fields.refusal("stop_words_list", "token ids >= 0", ids)
-        text = decode(ids)
-        if text:
-            texts.append(text)
-        elif len(ids) == 1:
-            token_ids.append(ids[0])
-        else:
-            raise fields.refusal("stop_words_list", "sequences with text, or of one special token", ids)
-    return tuple(texts), tuple(token_ids)
-
-
-def _sampling_fields(fields: Fields, decode: Decode) -> dict[str, Any]:
-    stop_words, stop_token_ids = _stop_words(fields, decode)
-    end_id = fields.integer("end_id")  # replaces the checkpoint's own EOS ids
-    if end_id is not None and end_id < _END_ID_OFF:
-        raise fields.refusal("end_id", "a token id, or -1: nothing ends the text", end_id)
-    max_tokens = fields.integer("request_output_len")
-    if max_tokens is None:
-        raise fields.refusal("request_output_len", "the most tokens to generate, as every request must say", None)
-    bad_words = fields.token_sequences("bad_words_list")
-    check_bad_word_ids(bad_words)
-    return {
-        "max_tokens": max_tokens,
-        "min_tokens": _min_tokens(fields),
-        "temperature": fields.number("temperature"),
-        "top_k": fields.integer("runtime_top_k"),
-        "top_p": fields.number("runtime_top_p"),
-        "min_p": fields.number("min_p"),
-        "seed": fields.integer("seed"),
-        "repetition_penalty": fields.number("repetition_penalty"),
-        "presence_penalty": fields.number("presence_penalty"),
-        "frequency_penalty": fields.number("frequency_penalty"),
-        "logit_bias": _logit_bias(fields),
-        "bad_words": bad_words,
-        "stop_strings": stop_words,
-        "stop_token_ids": ((end_id,) if end_id is not None and end_id >= 0 else ()) + stop_token_ids,
-        "ignore_eos": end_id is not None,
-        "skip_special_tokens": fields.flag("skip_special_tokens"),
-        "num_log_probs": _num_log_probs(fields),
-    }
-
-
-def _num_log_probs(fields: Fields) -> int | None:
-    """Alternatives to each token; None: no log probabilities at all."""
-    num_alternatives = fields.integer("num_top_log_probs")
-    if num_alternatives is None:
-        return 0 if fields.flag("return_log_probs") else None
-    return num_alternatives
-
-
-def _min_tokens(fields: Fields) -> int | None:
-    min_tokens, min_length = fields.integer("min_tokens"), fields.integer("min_length")
-    if min_tokens is not None and min_length is not None and min_tokens != min_length:
-        raise fields.refusal("min_length", f"the same as its other name, min_tokens = {min_tokens}", min_length)
-    return min_length if min_tokens is None else min_tokens
-
-
-def _logit_bias(fields: Fields) -> dict[int, float]:
-    biases = fields.json_object("logit_bias")
-    check_logit_bias(len(biases))
-    try:
-        return {int(token_id): float(bias) for token_id, bias in biases.items()}
-    except (TypeError, ValueError, OverflowError):
-        raise fields.refusal("logit_bias", "a JSON object of token ids and numbers", biases) from None

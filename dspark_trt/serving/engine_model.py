@@ -22,7 +22,8 @@ from dspark_trt.serving.fields import Tensors
 from dspark_trt.serving.limits import AdmissionLimits
 from dspark_trt.serving.metrics import ServingMetrics
 from dspark_trt.serving.responses import ResponseWriter
-from dspark_trt.serving.worker import STOPPING, Reply, Ticket, Worker
+from dspark_trt.serving.ticket import Reply, Ticket
+from dspark_trt.serving.worker import STOPPING, Worker
 
 MAX_HANDLE = 2**63 - 1  # of an INT64 tensor
 
@@ -59,7 +60,7 @@ class EngineModel:
         prefix_cache = self._deployment.recipe.prefix_cache if prefix_cache is None else prefix_cache
         engine_limits = self._deployment.target.limits
         self._worker = Worker(
-            lambda: self._deployment.make_loop(config, prefix_cache=prefix_cache),
+            lambda: self._deployment.make_loop(config, max_stretch=limits.max_stretch, prefix_cache=prefix_cache),
             max_requests=engine_limits.max_requests,
             limits=limits,
             observer=ServingMetrics(

@@ -6,6 +6,7 @@ checks are made before anything is tokenised and outside the thread of the decod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -36,11 +37,14 @@ class AdmissionLimits:
     max_queue_s: float = 300.0  # that a request waits for a row
     default_timeout_s: float = 3600.0  # from arrival to the last token, where the request has no `timeout_ms`
     max_tokens: int | None = None  # a larger `max_tokens` of a request is cut to it
+    max_stretch: float = 4.0  # a step that reads prompts beside answers takes at most so many times a plain one
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if value is not None and value <= 0:
                 raise RecipeError(f"{name}: expected more than 0, found {value}")
+        if not 1.0 <= self.max_stretch < math.inf:
+            raise RecipeError(f"max_stretch: expected a number of 1 or more, found {self.max_stretch}")
 
     def queue_size(self, max_requests: int) -> int:
         return 16 * max_requests if self.max_queued_requests is None else self.max_queued_requests

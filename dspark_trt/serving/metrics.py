@@ -1,4 +1,4 @@
-"""What is served, as Triton metrics in Prometheus units (seconds, tokens, ratios).
+"""What is served, as Triton metrics; which ones there are is in `metric_families`.
 
 The factory is `triton_python_backend_utils.MetricFamily`, handed in by the model. Each call of a metric costs about 10
 µs in Triton's stub, so counters are brought up to date when a request ends and else a few times a second, and what
@@ -8,14 +8,15 @@ belongs to a request is observed once, at its end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.loop import DecodingLoop
-from dspark_trt.runtime.metrics import LoopTotals, RequestStatistics, StepRecord
+from dspark_trt.runtime.metrics import RequestStatistics, StepRecord
 from dspark_trt.serving.failures import Failure
+from dspark_trt.serving.metric_families import COUNTERS, GAUGES, HISTOGRAMS, LOOP_COUNTERS
 from dspark_trt.serving.ticket import Ticket
 
 _UPDATE_INTERVAL_S = 0.2
@@ -29,73 +30,6 @@ _OUTCOMES = {
     Failure.TIMEOUT: "timeout",
 }
 OUTCOMES = ("stop", "length", *_OUTCOMES.values())
-
-_LATENCY_S = [0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0]
-_STEP_S = [0.001, 0.002, 0.005, 0.01, 0.02, 0.035, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0]
-_TOKENS = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0, 32768.0]
-_ERRORS = [0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0]
-_LENGTHS = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 16.0]
-
-# (family, help, labels, value of the totals): counters of the loop
-_COUNTERS: tuple[tuple[str, str, dict[str, str], Callable[[LoopTotals], float]], ...] = (
-    ("dspark_steps_total", "Steps of the decoding loop that had work", {}, lambda totals: totals.num_steps),
-    ("dspark_tokens_total", "Tokens handed out", {}, lambda totals: totals.num_tokens_emitted),
-    ("dspark_prefill_tokens_total", "Prompt tokens read", {}, lambda totals: totals.num_prefill_tokens),
-    (
-        "dspark_prompt_tokens_reused_total",
-        "Prompt tokens that were not read, since another request's K/V were reused",
-        {},
-        lambda totals: totals.num_prompt_tokens_reused,
-    ),
-    ("dspark_drafts_total", "Draft tokens", {"state": "proposed"}, lambda totals: totals.num_drafts_proposed),
-    ("dspark_drafts_total", "Draft tokens", {"state": "verified"}, lambda totals: totals.num_drafts_verified),
-    ("dspark_drafts_total", "Draft tokens", {"state": "accepted"}, lambda totals: totals.num_drafts_accepted),
-    (
-        "dspark_drafts_total",
-        "Draft tokens",
-        {"state": "pruned"},
-        lambda totals: totals.num_drafts_proposed - totals.num_drafts_verified,
-    ),
-    (
-        "dspark_steps_without_drafts_total",
-        "Steps in which requests decoded and the drafter drafted for none",
-        {},
-        lambda totals: totals.num_steps_not_drafting,
-    ),
-    (
-        "dspark_request_steps_without_drafts_total",
-        "Requests that decoded in a step and that the drafter did not draft for, summed over steps",
-        {},
-        lambda totals: totals.num_requests_not_drafting,
-    ),
-    (
-        "dspark_request_steps_with_lookup_total",
-        "Requests whose drafts were copied from their own text, summed over steps",
-        {},
-        lambda totals: totals.num_requests_looking_up,
-    ),
-)
-_HISTOGRAMS = {
-    "dspark_step_seconds": ("Time of a step of the decoding loop", _STEP_S),
-    "dspark_batch_tokens": ("Packed tokens of a step: prompts, anchors and drafts", _TOKENS),
-    "dspark_step_price_error_ratio": ("|Predicted / measured - 1| of the steps that were priced", _ERRORS),
-    "dspark_verify_len": ("Mean number of drafts verified for a request in a step", _LENGTHS),
-    "dspark_queue_seconds": ("Time from arrival to a row", _LATENCY_S),
-    "dspark_time_to_first_token_seconds": ("Time from arrival to the first token", _LATENCY_S),
-    "dspark_time_per_output_token_seconds": ("Mean time between two tokens of a request", _LATENCY_S),
-    "dspark_longest_gap_seconds": ("Longest time between two responses of a request", _LATENCY_S),
-    "dspark_request_seconds": ("Time from arrival to the last token", _LATENCY_S),
-    "dspark_prompt_tokens": ("Tokens of a prompt", _TOKENS),
-    "dspark_output_tokens": ("Tokens of an answer", _TOKENS),
-    "dspark_accepted_len": ("Mean tokens that a verification step gave to a request", _LENGTHS),
-}
-_GAUGES = {
-    "dspark_requests_running": "Requests that have a row",
-    "dspark_requests_waiting": "Requests that wait for a row",
-    "dspark_max_requests": "Requests that can be decoded at once",
-    "dspark_kv_used_ratio": "Share of the KV positions that hold tokens",
-    "dspark_step_table_age_seconds": "Age of the measurement that the scheduler prices steps with",
-}
 
 
 class ServingMetrics:
@@ -119,46 +53,33 @@ class ServingMetrics:
                 self._families[name] = metric_family(name=name, description=description, kind=kind)
             return self._families[name].Metric(labels={"model": model_name, **labels}, **options)
 
-        def counter(name: str, description: str, **labels: str) -> Any:
-            return metric(name, description, metric_family.COUNTER, labels)
+        def counter(name: str, **labels: str) -> Any:
+            return metric(name, COUNTERS[name], metric_family.COUNTER, labels)
 
-        self._counters = [(counter(name, text, **labels), read) for name, text, labels, read in _COUNTERS]
-        self._outcomes = {
-            outcome: counter("dspark_requests_total", "Requests that ended, by outcome", outcome=outcome)
-            for outcome in OUTCOMES
-        }
+        self._counters = [
+            (metric(name, text, metric_family.COUNTER, labels), read) for name, text, labels, read in LOOP_COUNTERS
+        ]
+        self._outcomes = {outcome: counter("dspark_requests_total", outcome=outcome) for outcome in OUTCOMES}
         self._per_position = {
             state: [
-                counter(
-                    "dspark_drafts_per_position_total",
-                    "Drafts of finished requests by their position in the block",
-                    state=state,
-                    position=str(position),
-                )
+                counter("dspark_drafts_per_position_total", state=state, position=str(position))
                 for position in range(1, gamma + 1)
             ]
             for state in ("verified", "accepted")
         }
         self._step_parts = {
-            part: counter("dspark_step_part_seconds_total", "Time of steps by what it was spent on", part=part)
+            part: counter("dspark_step_part_seconds_total", part=part)
             for part in ("ingest", "draft", "verify", "copy", "host")
         }
         self._priced = {
-            kind: counter(
-                "dspark_step_price_seconds_total",
-                "Time of the steps that were priced: as the step table and its corrections say, and as measured",
-                kind=kind,
-            )
-            for kind in ("predicted", "measured")
+            kind: counter("dspark_step_price_seconds_total", kind=kind) for kind in ("predicted", "measured")
         }
-        self._undrafted_requests = counter(
-            "dspark_requests_without_drafts_total", "Requests that ended without one verified draft"
-        )
+        self._undrafted_requests = counter("dspark_requests_without_drafts_total")
         self._histograms = {
             name: metric(name, text, metric_family.HISTOGRAM, {}, buckets=buckets)
-            for name, (text, buckets) in _HISTOGRAMS.items()
+            for name, (text, buckets) in HISTOGRAMS.items()
         }
-        self._gauges = {name: metric(name, text, metric_family.GAUGE, {}) for name, text in _GAUGES.items()}
+        self._gauges = {name: metric(name, text, metric_family.GAUGE, {}) for name, text in GAUGES.items()}
         self._gauges["dspark_max_requests"].set(max_requests)
         self._num_positions = max_requests * max_seq_len
         self._table_made_at = table_made_at

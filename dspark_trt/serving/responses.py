@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from dspark_trt.packaging.signature import ENGINE_OUTPUTS, PACKED, PACKED_OUTPUTS
 from dspark_trt.runtime.emission import Emission
 from dspark_trt.runtime.sampling import TopLogProbs
-from dspark_trt.serving.adapter import Decode, EngineRequest
+from dspark_trt.serving.adapter import EngineRequest
 from dspark_trt.serving.postprocess import pack
+from dspark_trt.serving.sampling_fields import Decode
 
 
 class ResponseWriter:

@@ -3,13 +3,7 @@
     execute()  --submit, stop-->  inbox  -->  loop thread  --emissions-->  outbox  -->  sender thread  -->  clients
                                     ^---- stop: the client is gone ----  watcher thread
 
-The loop thread never waits for a client, and tensors are made while the engines already work on the next step. A
-request waits in the admission queue until there is a row for it, so that whoever left, or waited too long, is never
-prefilled.
-
-A failure that the loop itself does not handle ends the requests of that loop; a new loop over the same engines goes on.
-What no loop survives (a panic of native code, engines that give no new loop) ends every request with an error and then
-this process: supervision starts another one, and none waits for a thread that is dead.
+The loop thread never waits for a client. What a failure ends, and why: docs/architecture.md, "What a failure ends".
 """
 
 from __future__ import annotations
@@ -30,12 +24,10 @@ from dspark_trt.serving.failures import Failure, describe_failure
 from dspark_trt.serving.limits import AdmissionLimits
 from dspark_trt.serving.observer import Observer
 from dspark_trt.serving.sender import Sender
-from dspark_trt.serving.ticket import Reply, Ticket
+from dspark_trt.serving.ticket import Ticket
 from dspark_trt.serving.watcher import Watcher
 
 logger = logging.getLogger(__name__)
-
-__all__ = ["Reply", "Ticket", "Worker"]
 
 STOPPING = "the server is stopping; send the request to another one, or again later"
 _JOIN_TIMEOUT_S = 30.0
@@ -49,10 +41,7 @@ class _Close:
 
 
 class Worker:
-    """Runs decoding loops until `close`.
-
-    Its methods may be called from any thread, and return at once, apart from `close`.
-    """
+    """Runs decoding loops until `close`. Methods may be called from any thread; all but `close` return at once."""
 
     def __init__(
         self,
@@ -77,11 +66,10 @@ class Worker:
         self._next_expiry_check = 0.0
         self._last_words = Event()
         self._watcher = Watcher(self._sender.put, self._inbox.put)
-        self._threads = (
-            Thread(target=self._guarded, args=(self._decode,), name="decoding-loop", daemon=True),
-            Thread(target=self._guarded, args=(self._sender.run,), name="response-sender", daemon=True),
-            Thread(target=self._guarded, args=(self._watcher.run,), name="client-watcher", daemon=True),
-        )
+        work = {"decoding-loop": self._decode, "response-sender": self._sender.run, "client-watcher": self._watcher.run}
+        self._threads = [
+            Thread(target=self._guarded, args=(run,), name=name, daemon=True) for name, run in work.items()
+        ]
         for thread in self._threads:
             thread.start()
 

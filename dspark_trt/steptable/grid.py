@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from dspark_trt.contract.acceptance import AcceptBatch
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 
 SHALLOW_CONTEXT_TOKENS = 128
 DEEP_CONTEXT_TOKENS = (1024,)  # as far as the rows hold them
+
+# generation_config.json of Qwen3
+PUBLISHED_TEMPERATURE, PUBLISHED_TOP_K, PUBLISHED_TOP_P = 0.6, 20, 0.95
 
 
 def request_grid(max_requests: int) -> tuple[int, ...]:
@@ -88,4 +92,50 @@ def verification_batch(num_requests: int, batch_tokens: int, gamma: int, depth: 
         query_lengths=lengths,
         num_decode=num_decode,
         logit_rows=wanted,
+    )
+
+
+def sampled_rows(batch: TargetBatch) -> AcceptBatch:
+    """The acceptance of that step: every request samples as published models ask for, and its drafts are argmaxes."""
+    lengths = batch.query_lengths[: batch.num_decode]
+    lengths = np.append(lengths, np.ones(len(batch.query_lengths) - batch.num_decode, dtype=np.int64))
+    ends = np.cumsum(lengths)
+    num_rows = int(ends[-1])
+    rows, first_rows = np.arange(num_rows), np.repeat(ends - lengths, lengths)
+    draft_ids = np.zeros(num_rows, dtype=np.int64)
+    draft_ids[ends - 1] = -1
+    nothing, zeros, none = np.full(num_rows, -1), np.zeros(num_rows, dtype=np.int64), np.empty(0, dtype=np.int64)
+    off, ones = np.zeros(num_rows, dtype=np.float32), np.ones(num_rows, dtype=np.float32)
+    words = np.random.default_rng(0).integers(-(2**63), 2**63, (3, num_rows))
+    return AcceptBatch(
+        logit_rows=rows,
+        slots=rows - first_rows,
+        first_rows=first_rows,
+        draft_ids=draft_ids,
+        draft_rows=zeros,
+        draws=nothing,
+        samples=rows,
+        accept_words=words[0],
+        residual_words=words[1],
+        bonus_words=words[2],
+        top_k=np.full(num_rows, PUBLISHED_TOP_K),
+        edit_begins=zeros,
+        edit_ends=zeros,
+        temperatures=ones * np.float32(PUBLISHED_TEMPERATURE),
+        draft_temperatures=off,
+        top_p=ones * np.float32(PUBLISHED_TOP_P),
+        min_p=off,
+        repetition_penalties=ones,
+        presence_penalties=off,
+        frequency_penalties=off,
+        sampled_rows=rows,
+        truncated_rows=rows,
+        drawn_rows=none,
+        edited_rows=none,
+        reported_rows=none,
+        edit_ids=none,
+        edit_masks=none,
+        edit_is_seen=none,
+        edit_counts=off[:0],
+        edit_bias=off[:0],
     )

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from array_api_compat import array_namespace
 
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.drafter_form import slot_counts
-from dspark_trt.contract.protocol import DraftBatch, DraftEngine, IngestBatch, TargetEngine
+from dspark_trt.contract.protocol import DraftBatch, DraftEngine, IngestBatch, TargetBatch, TargetEngine
 from dspark_trt.log import Progress
 from dspark_trt.machine.load import LoadWatch
 from dspark_trt.steptable.doubts import doubts_of, steadier
@@ -24,6 +25,7 @@ from dspark_trt.steptable.grid import (
     ingest_grid,
     padded_extra_grid,
     request_grid,
+    sampled_rows,
     verification_batch,
 )
 from dspark_trt.steptable.sweep import Calls, Key, Timing, sweep
@@ -37,6 +39,7 @@ def profile(
     drafter: DraftEngine | None,
     *,
     gamma: int,
+    acceptance: AcceptEngine | None = None,
     provenance: dict[str, Any],
     is_padded: bool = False,
     progress: Progress = lambda fraction: None,
@@ -51,6 +54,8 @@ def profile(
     Args:
         drafter: None: nothing of it is measured.
         gamma: drafts of a request that a step verifies at most.
+        acceptance: where an engine accepts, its time is part of a step's, as for requests that sample with top_k and
+            top_p; where the runtime does, it is part of the host's time.
         is_padded: calls are padded to powers of two, so those are the sizes to time.
         synchronize: waits for what the engines have enqueued; a call is timed until then.
         num_warm_ups: calls of each kind before those that count.
@@ -72,7 +77,7 @@ def profile(
         for count in requests:
             for extra in extras[count] if depth == depths[0] else _deep(extras[count], count):
                 batch = verification_batch(count, count + extra, gamma, depth, limits.max_requests)
-                calls["step", depth, count, extra] = partial(target.forward, batch)
+                calls["step", depth, count, extra] = partial(_verify, target, acceptance, batch)
             for num_slots in slots:
                 assert drafter is not None, "it has slots"
                 calls["draft", depth, count, num_slots] = partial(drafter.draft, _block(count, num_slots, depth))
@@ -174,6 +179,13 @@ def _urgency(key: Key) -> int:
 def _deep(extras: tuple[int, ...], num_requests: int) -> tuple[int, ...]:
     """What is timed again at a deeper context: what depth adds hardly bends with the tokens."""
     return tuple(extra for extra in extras if extra in (0, num_requests, 3 * num_requests))
+
+
+def _verify(target: TargetEngine, acceptance: AcceptEngine | None, batch: TargetBatch) -> None:
+    """What a step asks of the target, up to the outcomes where an engine accepts."""
+    output = target.forward(batch)
+    if acceptance is not None:
+        acceptance.accept(sampled_rows(batch), output.logits, None)()
 
 
 def _block(num_requests: int, num_slots: int, depth: int) -> DraftBatch:

@@ -68,7 +68,7 @@ def sampled(requests: list[GenerationRequest]) -> list[GenerationRequest]:
 def test_sampled_tokens_do_not_depend_on_where_drafts_are_selected(opened: Opened) -> None:
     """Same seeds and same verify lengths: same output. The host's selection and the device's choose alike."""
     engines = opened.device.engines
-    fused = decode(engines.target, engines.drafter, engines.step, MODES["lagged_budget"])
+    fused = device_loop(engines, MODES["lagged_budget"])
     on_host = decode(engines.target, engines.drafter, None, MODES["lagged_budget"])
     outputs = [tokens_of(loop, sampled(greedy_requests())) for loop in (fused, on_host)]
     assert outputs[0] == outputs[1]

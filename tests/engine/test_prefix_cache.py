@@ -94,7 +94,7 @@ def test_drafts_and_tokens_are_the_same_with_and_without_reuse(open_engines: Any
 def test_a_row_of_a_device_keeps_nothing_of_others_behind_a_reused_prefix(tmp_path: Path) -> None:
     """Attention without the plugin reads whole rows: 0 * NaN is NaN."""
     target, _, _ = device(tmp_path)
-    pool = target.cache._pool
+    pool = target.cache._pools[0]
     prefix = torch.randn_like(pool[:, :, 1, :, :8])
     for source, destination in ((1, 1), (1, 2)):
         pool[:, :, 1, :, :8] = prefix

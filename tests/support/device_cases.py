@@ -78,11 +78,12 @@ def greedy_requests(num_requests: int = 7, max_tokens: int = 20) -> list[Generat
     ]
 
 
-def decode(target: Any, drafter: Any, step: Any, scheduler: SchedulerConfig) -> DecodingLoop:
+def decode(target: Any, drafter: Any, step: Any, scheduler: SchedulerConfig, acceptance: Any = None) -> DecodingLoop:
     return DecodingLoop(
         target=target,
         drafter=drafter,
         step_engine=step,
+        acceptance=acceptance,
         step_table=MODERATE,
         calibration=Calibration.from_temperatures([1.0] * drafter.gamma),
         eos_token_ids=[],
@@ -96,7 +97,7 @@ def tokens_of(loop: DecodingLoop, requests: Sequence[GenerationRequest]) -> dict
 
 
 def device_loop(engines: DeviceEngines, scheduler: SchedulerConfig) -> DecodingLoop:
-    return decode(engines.target, engines.drafter, engines.step, scheduler)
+    return decode(engines.target, engines.drafter, engines.step, scheduler, engines.acceptance)
 
 
 def oracle_tokens(

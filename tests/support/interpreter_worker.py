@@ -20,6 +20,7 @@ import torch
 import triton.language as tl
 from dspark_trt_plugins.operation import Operation, Tensor, extents_of, kernel_function
 from numpy.typing import NDArray
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 
 assert isinstance(tl.sum, InterpretedFunction), "Triton was imported before TRITON_INTERPRET was set"
@@ -36,6 +37,31 @@ def _widened(handle: TensorHandle) -> TensorHandle:
 
 _create_dot = InterpreterBuilder.create_dot
 InterpreterBuilder.create_dot = lambda builder, a, b, *rest: _create_dot(builder, _widened(a), _widened(b), *rest)
+
+
+class PatchOnce:
+    """The interpreter replaces the language's functions for the length of a launch, and does so again at every call of
+    a function that a kernel calls: that changes nothing but once for every module, and takes most of the time."""
+
+    def __init__(self) -> None:
+        self._patch = interpreter._patch_lang
+        self._scopes: dict[int, Any] = {}
+        interpreter._patch_lang = self
+
+    def __call__(self, function: Any) -> PatchOnce:
+        module = id(function.__globals__)
+        if module not in self._scopes:
+            self._scopes[module] = self._patch(function)
+        return self
+
+    def restore(self) -> None:
+        """Called at the end of a launch only."""
+        for scope in reversed(self._scopes.values()):
+            scope.restore()
+        self._scopes.clear()
+
+
+PatchOnce()
 
 
 class MemoryCheck:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 from scipy.stats import chisquare
 
@@ -17,6 +18,7 @@ from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from dspark_trt.steptable.table import StepTable
+from tests.support.fused_acceptance import AcceptanceOfArrays, open_acceptance
 from tests.support.runtime_reference import sequence_probs
 from tests.support.toy_engines import (
     LIMITS,
@@ -76,17 +78,31 @@ def sample(
     fused: bool = False,
     lookup: LookupAcceptance | None = None,
     has_drafter: bool = True,
+    at_once: bool = False,
 ) -> list[tuple[int, ...]]:
     """Outputs of `num_samples` requests with seeds 0, 1, 2 …, among others that only make rows and loads change.
 
     duplicates: every request has a second one of the same seed, prompt and length beside it, whose output is not
-    counted. fused: a step engine drafts, selects and verifies. lookup: drafts may be copied from a request's own text.
+    counted. fused: a step engine drafts, selects and verifies. at_once: an engine accepts, all slots in one call.
+    lookup: drafts may be copied from a request's own text.
     """
     target = ToyTarget(LANGUAGE, LIMITS)
     drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence, draft_vocab=draft_vocab)
     step_engine = ToyStepEngine(target, drafter) if fused else None
     drafts = drafter if has_drafter else None
-    loop = make_loop(target, drafts, config, table=table, eos_token_ids=eos, step_engine=step_engine, lookup=lookup)
+    vocabulary = None if draft_vocab is None else np.array(draft_vocab)
+    engine = open_acceptance(4, gamma + 1, max_requests=LIMITS.max_requests, draft_vocab=vocabulary)
+    acceptance = AcceptanceOfArrays(engine) if at_once else None
+    loop = make_loop(
+        target,
+        drafts,
+        config,
+        table=table,
+        eos_token_ids=eos,
+        step_engine=step_engine,
+        acceptance=acceptance,
+        lookup=lookup,
+    )
     requests = []
     for seed in range(num_samples):
         counted = SamplingParams(seed=seed, **params)
@@ -101,6 +117,8 @@ def sample(
     assert loop.totals.num_rows_moved > num_samples / 10, "slots churn"
     if config.mode != "off":
         assert loop.totals.num_drafts_verified > 0
+    if acceptance is not None:
+        assert acceptance.num_calls > 0
     if lookup is not None:
         assert loop.totals.num_requests_looking_up > 0
     if step_engine is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import (
@@ -338,6 +339,7 @@ def make_loop(
     eos_token_ids: Sequence[int] = (),
     decode: Callable[[Sequence[int]], str] = letters,
     step_engine: StepEngine | None = None,
+    acceptance: AcceptEngine | None = None,
     calibration: Calibration | None = None,
     lookup: LookupAcceptance | None = None,
     num_lookup_drafts: int = 4,
@@ -350,6 +352,7 @@ def make_loop(
         target=target,
         drafter=drafter,
         step_engine=step_engine,
+        acceptance=acceptance,
         step_table=table,
         calibration=calibration or Calibration.from_temperatures([1.0] * num_slots),
         lookup=lookup,

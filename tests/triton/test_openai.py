@@ -19,6 +19,7 @@ from dspark_trt.deployment import Deployment
 from dspark_trt.server.openai.process import FrontEndProcess, start_front_end
 from dspark_trt.server.openai.settings import FrontEndOptions
 from dspark_trt.server.supervisor import TritonServer
+from tests.support.browser import page_of
 from tests.support.openai_clients import events, post_and_leave, request, wait
 from tests.support.triton_clients import generate, generate_stream, metrics
 from tests.triton.conftest import InProcess
@@ -350,6 +351,17 @@ def test_the_live_page_shows_what_live_says(front_end: FrontEndProcess, client: 
     assert {"ttft_s", "accepted_len", "verify_len", "skipping", "waiting"} <= shown
     assert all(f'id="{name}"' in page for name in shown)
     assert not re.search(r"https?://|src=|<link", page)
+
+
+def test_the_live_page_in_a_browser(front_end: FrontEndProcess, client: openai.OpenAI) -> None:
+    """Its policy lets its own script run, and the script fills in every field."""
+    complete(client)
+    page = page_of(front_end.url + "/")
+    fields = dict(re.findall(r'<(?:dd|p|small|span) id="(\w+)"[^>]*>([^<]*)</', page))
+    assert (fields["state"], fields["model"]) == ("ready", MODEL)
+    assert re.fullmatch(r"\d+ of 32", fields["load"])
+    assert re.fullmatch(r"[1-8]\.\d\d|–", fields["accepted_len"])
+    assert re.fullmatch(r"\d+\.\d %", fields["kv_used"])
 
 
 def test_curl(front_end: FrontEndProcess) -> None:

@@ -13,9 +13,9 @@ import pytest
 import yaml
 from fetch_debian_program import fetch
 
+from dspark_trt.server.arguments import EXIT_MARGIN_S
 from dspark_trt.server.openai import app as front_end
-from dspark_trt.server.supervisor import _EXIT_MARGIN_S
-from dspark_trt.serving import metrics
+from dspark_trt.serving import metric_families
 from tests.support.nginx import configured
 
 REPOSITORY = Path(__file__).parents[2]
@@ -105,7 +105,7 @@ def test_pod_has_time_to_drain_and_services_and_scaler_name_what_is_there() -> N
     arguments = container["args"]
     drain_s = float(arguments[arguments.index("--drain-time") + 1])
     pause_s = float(container["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert pod["spec"]["terminationGracePeriodSeconds"] > pause_s + drain_s + _EXIT_MARGIN_S
+    assert pod["spec"]["terminationGracePeriodSeconds"] > pause_s + drain_s + EXIT_MARGIN_S
     ports = {port["name"] for port in container["ports"]}
     for service in of_kind("Service"):
         assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
@@ -122,7 +122,7 @@ def test_adapter_hands_on_the_metric_that_the_scaler_asks_for() -> None:
     assert rule["seriesQuery"].startswith(QUEUE + "{")
     assert re.fullmatch(rule["name"]["matches"], QUEUE)
     assert rule["name"]["as"] == QUEUE
-    assert f'"{QUEUE}"' in Path(metrics.__file__).read_text()
+    assert f'"{QUEUE}"' in Path(metric_families.__file__).read_text()
 
 
 def test_nginx_accepts_its_configuration(tmp_path: Path) -> None:

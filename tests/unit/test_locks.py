@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from bill_of_materials import bill_of_materials, locked_wheels, read_lock
+from lock import CPU_BUILDS
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -39,6 +40,7 @@ WANTED = {
         *PROJECT["dependency-groups"]["dev"],
         *PROJECT["dependency-groups"]["torch-needs"],
     ],
+    "torch": [line for line in PROJECT["project"]["optional-dependencies"]["reference"] if line.startswith("torch==")],
     "kernels": PROJECT["dependency-groups"]["kernels"],
     "uv": PROJECT["dependency-groups"]["lock"],
 }
@@ -77,8 +79,29 @@ def test_lock_fits_what_the_project_asks_for(name: str, python: str) -> None:
     }
     for line in WANTED[name]:
         wanted = Requirement(line)
-        if wanted.name != "torch":
+        if wanted.name != "torch" or name == "torch":
             assert wanted.specifier.contains(pins[canonicalize_name(wanted.name)], prereleases=True), wanted
+
+
+def test_lock_of_torch_names_the_builds_of_both_indexes() -> None:
+    """PyPI has those for CUDA, PyTorch's own index those for a CPU; pip takes the one whose sha256 stands here."""
+    ((requirement, hashes),) = read_lock(lock("torch"))
+    (pin,) = requirement.specifier
+    of_cpu = CPU_BUILDS[pin.version]
+    assert len(of_cpu) == len(PYTHONS)
+    assert set(of_cpu) < set(hashes)
+    assert version("torch").split("+")[0] == pin.version
+
+
+def test_locks_name_what_the_installed_build_of_torch_needs() -> None:
+    """Its build for CUDA needs CUDA's libraries, and a triton in place of which `kernels` has its own."""
+    locked = {
+        canonicalize_name(wheel.package) for name in ("test", "kernels", "cuda") for wheel in locked_wheels(lock(name))
+    }
+    needed = [Requirement(line) for line in requires("torch") or []]
+    assert {
+        canonicalize_name(each.name) for each in needed if each.marker is None or each.marker.evaluate({"extra": ""})
+    } <= locked
 
 
 @pytest.mark.parametrize("name", ["serve", "test", "kernels"])

@@ -27,7 +27,7 @@ from dspark_trt.errors import CheckpointError
 ARCHITECTURE = "Qwen3DSparkModel"
 GEMMA4_ARCHITECTURE = "Gemma4DSparkModel"
 DIALECT = "DeepSpec"
-_FULL = "full_attention"
+_FULL, _MAX_LAYERS = "full_attention", 1024
 
 
 def read(values: dict[str, Any], where: str) -> Description:
@@ -38,15 +38,16 @@ def read(values: dict[str, Any], where: str) -> Description:
 def read_gemma4(values: dict[str, Any], where: str) -> Description:
     """Raises CheckpointError as `describe` and `read_decoder` of Gemma 4 do."""
     types, num_layers = values.get("layer_types"), values.get("num_hidden_layers")
-    if types and any(each != _FULL for each in types):
+    if isinstance(types, list) and any(each != _FULL for each in types):
         raise CheckpointError(
             f"{where}: layer_types has {sorted(set(map(str, types)) - {_FULL})}: the layers of {GEMMA4_ARCHITECTURE} "
             f"see the whole context; expected {_FULL} in all of them"
         )
-    layers = {"layer_types": types or [_FULL] * (num_layers if isinstance(num_layers, int) else 0)}
+    if types is None and isinstance(num_layers, int):
+        types = [_FULL] * min(max(num_layers, 0), _MAX_LAYERS)
     if values.get("global_head_dim") is not None:  # which DeepSpec reads: the other may be a copy of the target's
         values = without(values, "per_layer_config")
-    _, decoder = read_decoder({**values, **layers}, where, is_causal=False)
+    _, decoder = read_decoder({**values, "layer_types": types}, where, is_causal=False)
     return _read(without(values, *GemmaKeys.model_fields), where, GEMMA4_ARCHITECTURE, decoder)
 
 

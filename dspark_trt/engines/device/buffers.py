@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dspark_trt_plugins.operation import Tensor
 from numpy.typing import NDArray
 
 from dspark_trt.contract.bindings import Binding
@@ -33,7 +34,7 @@ class _Place:
 class Layout:
     """Where tensors of given shapes stand in a block of bytes, one behind the other."""
 
-    def __init__(self, tensors: Iterable[Binding], extents: Mapping[str, int], *, begin: int = 0) -> None:
+    def __init__(self, tensors: Iterable[Binding | Tensor], extents: Mapping[str, int], *, begin: int = 0) -> None:
         """`extents` gives the size of every letter in the bindings' shapes."""
         self.begin = begin
         self._places: dict[str, _Place] = {}
@@ -53,6 +54,11 @@ class Layout:
             .view(place.shape)
             for name, place in self._places.items()
         }
+
+    def addresses(self, memory: torch.Tensor) -> dict[str, int]:
+        """Of the same tensors."""
+        first = memory.data_ptr()
+        return {name: first + place.begin for name, place in self._places.items()}
 
     def arrays(self, memory: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
         """Views of a block of bytes on the host. Only element types that numpy has."""
@@ -141,5 +147,29 @@ class FetchedOutputs:
             assert number == self._num_fetched, "outputs were fetched again before they were read"
             self._piece.wait_until_copied()
             return {name: array.copy() for name, array in self._layout.arrays(self._piece.array).items()}
+
+        return wait
+
+
+class FetchedBlock:
+    """The same with a layout that every call chooses, from the beginning of the block on."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._device = device
+        self._piece = _HostPiece(num_bytes, device)
+        self._num_fetched = 0
+
+    def fetch(self, layout: Layout) -> Callable[[], dict[str, NDArray[Any]]]:
+        """As `FetchedOutputs.fetch`."""
+        self._piece.memory[: layout.end].copy_(self.memory[: layout.end], non_blocking=True)
+        self._piece.copy_enqueued(self._device)
+        self._num_fetched += 1
+        number = self._num_fetched
+
+        def wait() -> dict[str, NDArray[Any]]:
+            assert number == self._num_fetched, "outputs were fetched again before they were read"
+            self._piece.wait_until_copied()
+            return {name: array.copy() for name, array in layout.arrays(self._piece.array).items()}
 
         return wait

@@ -26,10 +26,8 @@ from dspark_trt.engines.device.calls import group_arrays
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
 from dspark_trt.engines.device.select import VERIFY_LEN, select_layout
-from dspark_trt.engines.device.session import DeviceSession
+from dspark_trt.engines.device.session import DeviceSession, Tensors
 from dspark_trt.engines.row_groups import Int64, positions, row_group
-
-Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from dspark_trt_plugins.bundle import KernelBundle
 
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.forms import acceptance_operation
+from dspark_trt.engines.device.acceptance import DeviceAcceptance, compiled_launch
 from dspark_trt.engines.device.buffers import with_index
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
@@ -38,6 +41,7 @@ class DeviceEngines:
     target: DeviceTargetEngine
     drafter: DeviceDraftEngine
     step: DeviceStepEngine
+    acceptance: DeviceAcceptance | None  # None: without kernels for these sizes, where the runtime goes slot by slot
     synchronize: Callable[[], None]  # waits for everything that was enqueued; for time measurement
 
 
@@ -48,8 +52,10 @@ def open_device_engines(
     device: str | torch.device,
     *,
     use_cuda_graphs: bool = True,
+    acceptance_kernels: KernelBundle | None = None,
 ) -> DeviceEngines:
-    """Allocate caches and buffers on `device` and put the engines together.
+    """Allocate caches and buffers on `device` and put the engines together. acceptance_kernels: of
+    `acceptance_operation` for this GPU; a CPU needs none.
 
     On a CUDA device calls of bucket sizes become CUDA graphs, unless `use_cuda_graphs` is false.
     Raises EngineBuildError where the device has no room.
@@ -60,10 +66,21 @@ def open_device_engines(
     target = DeviceTargetEngine(sessions.target, target_dims, device, gamma=drafter_dims.gamma, capture=capture)
     drafter = DeviceDraftEngine(sessions.ingest, sessions.draft, drafter_dims, device, capture=capture)
     step = DeviceStepEngine(target, drafter, sessions.select, capture=capture)
+    acceptance = _open_acceptance(target_dims, drafter_dims, device, acceptance_kernels)
 
     def synchronize() -> None:
         if device.type == "cuda":
             with torch_errors("waiting for the device"):
                 torch.cuda.current_stream(device).synchronize()
 
-    return DeviceEngines(target, drafter, step, synchronize)
+    return DeviceEngines(target, drafter, step, acceptance, synchronize)
+
+
+def _open_acceptance(
+    target: TargetDims, drafter: DrafterDims, device: torch.device, kernels: KernelBundle | None
+) -> DeviceAcceptance | None:
+    operation = acceptance_operation(target, drafter)
+    if operation is None or (device.type != "cpu" and kernels is None):
+        return None
+    launch = None if kernels is None else compiled_launch(operation, kernels, device)
+    return DeviceAcceptance(operation, device, max_requests=target.limits.max_requests, launch=launch)

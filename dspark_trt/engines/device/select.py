@@ -15,15 +15,13 @@ from dspark_trt.contract.dims import DrafterDims
 from dspark_trt.contract.protocol import SelectBatch
 from dspark_trt.engines.device.buffers import Arrays, Layout
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
-from dspark_trt.engines.device.session import DeviceSession
+from dspark_trt.engines.device.session import DeviceSession, Tensors
 from dspark_trt.engines.row_groups import Int64
 
 VERIFY_LEN = "verify_len"
 _TOKEN_INDEX = "token_index"
 _ON_DEVICE = (bindings.CONFIDENCE_LOGITS, bindings.DRAFT_IDS, _TOKEN_INDEX)
 _UNREAD = ("num_tokens", "first_tokens", "token_requests")  # outputs that verification does not take
-
-Tensors = dict[str, torch.Tensor]
 
 
 def select_layout(dims: DrafterDims, num_requests: int, num_rows: int, begin: int) -> Layout:

@@ -7,10 +7,10 @@ output of the graph among them; a cache and its output are the same tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Protocol
 
-Tensors = Mapping[str, Any]  # torch tensors, C-contiguous, of the element types and shapes of the graph's bindings
+Tensors = dict[str, Any]  # torch tensors, C-contiguous, of the element types and shapes of the graph's bindings
 
 
 class DeviceSession(Protocol):

@@ -19,10 +19,9 @@ from dspark_trt.engines.device.cache import DeviceCache
 from dspark_trt.engines.device.calls import CallShape, TargetCall, check_batch, target_calls
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
-from dspark_trt.engines.device.session import DeviceSession
+from dspark_trt.engines.device.session import DeviceSession, Tensors
 
 _NUM_KEPT_LAYOUTS = 256
-Tensors = dict[str, torch.Tensor]
 
 
 class DeviceTargetEngine:

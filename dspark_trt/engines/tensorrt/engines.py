@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims_from_metadata, target_dims_from_metadata
 from dspark_trt.engines.settings import ENGINE_FOLDER, EngineSettings
+from dspark_trt.engines.tensorrt.compiler.acceptance import read_acceptance
 from dspark_trt.engines.tensorrt.compiler.facts import engine_path, read_facts
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
@@ -54,4 +55,5 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings) -> DeviceEngine
         target_dims_from_metadata(facts[bindings.TARGET_GRAPH].metadata, bindings.TARGET_GRAPH),
         drafter_dims_from_metadata(facts[bindings.DRAFT_GRAPH].metadata, bindings.DRAFT_GRAPH),
         DEVICE,
+        acceptance_kernels=read_acceptance(folder),
     )

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from dspark_trt.building.finished import read_finished, read_gamma
+from dspark_trt.building.finished import read_finished
+from dspark_trt.checkpoints.spec_json import read_draft_source
 from dspark_trt.errors import RecipeError
 from dspark_trt.serving.limits import MAX_JSON_BYTES, max_prompt_bytes
 
@@ -100,7 +101,7 @@ def make_settings(
         engine_model_name=summary.recipe.engine_model_name,
         tokenizer_folder=checkpoints / "tokenizer",
         max_seq_len=int(stages["graphs"].settings["limits"]["max_seq_len"]),
-        gamma=read_gamma(checkpoints / "drafter.json"),
+        gamma=read_draft_source(build_dir).gamma,
         api_keys=() if options.api_key_file is None else read_api_keys(options.api_key_file),
         tls_certificate=options.tls_certificate,
         tls_key=options.tls_key,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from dspark_trt.packaging.signature import ENSEMBLE, PREPROCESSING
 from dspark_trt.server.openai.errors import ApiError, of_engine, of_text
+from dspark_trt.serving.fields import Tensors
 
 _CHANNEL = [  # the server may be started again: look for it soon
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -48,7 +49,6 @@ _PROBE_TIMEOUT_S = 5.0
 _PROBE_INTERVAL_S = 1.0
 _STOP_TIMEOUT_S = 10.0
 
-Tensors = Mapping[str, NDArray[Any]]
 Alternatives = tuple[tuple[int, float], ...]  # token id and log probability, most probable first
 
 

@@ -34,8 +34,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, "tensorrt", module)
         if not rtx:
             monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
-        if torch_for_cuda:
-            monkeypatch.setattr(backends, "device_runtime_lacks", lambda: iter(()))
+        lacks = () if torch_for_cuda else ("torch 2.13.0+cpu is built without CUDA",)
+        monkeypatch.setattr(backends, "device_runtime_lacks", lambda: iter(lacks))
 
     return be
 

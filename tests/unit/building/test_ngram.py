@@ -12,11 +12,12 @@ import pytest
 
 from dspark_trt.building.backends import choose_backend
 from dspark_trt.building.build import build
-from dspark_trt.building.finished import check_servable, read_finished, read_gamma
+from dspark_trt.building.finished import check_servable, read_finished
 from dspark_trt.building.limits import check_recipe
 from dspark_trt.building.plan import make_plan
 from dspark_trt.building.recipe import BuildRecipe, load_recipe
 from dspark_trt.calibration.file import CALIBRATION_FILE, load_calibration
+from dspark_trt.checkpoints.spec_json import read_draft_source
 from dspark_trt.contract.lookup import UNMEASURED_LOOKUP
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import CheckpointError, ManifestError, RecipeError
@@ -94,7 +95,7 @@ def test_graphs_hold_a_target_without_taps_and_nothing_else(ngram_build: Path) -
 def test_one_file_says_what_drafts(ngram_build: Path) -> None:
     path = ngram_build / "checkpoints" / "drafter.json"
     assert json.loads(path.read_text()) == {"kind": "ngram", "gamma": 5}
-    assert read_gamma(path) == 5
+    assert read_draft_source(ngram_build).gamma == 5
     settings = make_settings(
         ngram_build, FrontEndOptions(), grpc_address="a:1", metrics_url="http://a:2", default_timeout_s=1.0
     )
@@ -152,7 +153,7 @@ def test_another_number_of_drafts_is_another_build_from_the_start(
     given.write_text(json.dumps(data | {"temperatures": [1.0] * 2}))
     changed = recipe.model_copy(update={"lookup_drafts": 2, "calibration": given})
     assert made(changed, copied)[:2] == ["checkpoints", "graphs"]
-    assert read_gamma(copied / "checkpoints" / "drafter.json") == 2
+    assert read_draft_source(copied).gamma == 2
 
 
 def test_build_whose_drafter_file_is_damaged_is_refused(copied: Path) -> None:

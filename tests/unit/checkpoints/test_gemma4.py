@@ -12,6 +12,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from dspark_trt.checkpoints.drafter import read_drafter, read_drafter_spec
+from dspark_trt.checkpoints.drafters.deepspec import read_gemma4
 from dspark_trt.checkpoints.drafters.writing import write_drafter
 from dspark_trt.checkpoints.gemma4 import read_decoder, text_values
 from dspark_trt.checkpoints.layout import target_shapes
@@ -22,6 +23,7 @@ from dspark_trt.errors import CheckpointError, PairingError
 from tests.support.factories import write_drafter as write_qwen3_drafter
 from tests.support.factories import write_target, write_tokenizer_files
 from tests.support.gemma4 import write_gemma_drafter, write_gemma_target
+from tests.unit.checkpoints.test_drafter_dialects import changes_of
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|turn>{{ 'model' if message['role'] == 'assistant' else "
@@ -238,6 +240,19 @@ def test_a_drafter_with_wrong_keys_is_refused(
     target = read_target_spec(str(target_folder))
     with pytest.raises(CheckpointError, match=message):
         read_drafter_spec(str(changed(write_gemma_drafter(tmp_path, target_folder), **keys)), target)
+
+
+def test_odd_values_of_any_key_end_in_one_message(tmp_path: Path, target_folder: Path) -> None:
+    drafter = json.loads((write_gemma_drafter(tmp_path, target_folder) / "config.json").read_text())
+    messages = []
+    for read, config in ((read_gemma4, drafter | {"per_layer_config": None}), (read_decoder, TEXT_12B)):
+        for change in changes_of(config):
+            try:
+                read(change, "config.json")
+            except CheckpointError as error:
+                messages.append(str(error))
+    assert len(messages) > 300
+    assert not any("\n" in message for message in messages)
 
 
 def test_drafters_and_targets_of_other_families_do_not_pair(tmp_path: Path, target_folder: Path) -> None:

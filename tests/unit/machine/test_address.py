@@ -32,5 +32,10 @@ def test_what_no_endpoint_can_bind_to_is_refused(text: str) -> None:
         resolve_address(text)
 
 
+def test_a_refusal_names_the_option_that_was_given() -> None:
+    with pytest.raises(RecipeError, match=r"^--metrics-address no.such.host.invalid: "):
+        resolve_address("no.such.host.invalid", "--metrics-address")
+
+
 def test_ipv6_stands_in_brackets_before_a_port() -> None:
     assert (in_url("::1"), in_url("127.0.0.1")) == ("[::1]", "127.0.0.1")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import threading
 from collections import Counter
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import soak_clients
 from soak_cases import Case
-from soak_clients import Checker, Piece, WrongAnswerError
+from soak_clients import Checker, OpenAiClient, Piece, WrongAnswerError
 from soak_report import SoakResult, write_report
 from soak_watch import MAX_GROWTH_BYTES, Growth, Sample, Usage, growth_at_rest, memory_growth
 
@@ -48,6 +52,43 @@ def test_right_answer_passes_with_and_without_token_ids() -> None:
 def test_fault_is_seen(pieces: list[Piece], with_ids: bool) -> None:
     with pytest.raises(WrongAnswerError):
         check([piece if with_ids else replace(piece, token_ids=None) for piece in pieces])
+
+
+class OneAnswer(BaseHTTPRequestHandler):
+    """Answers each request of a kept connection; `opened` counts the connections."""
+
+    protocol_version = "HTTP/1.1"
+    opened = 0
+
+    def setup(self) -> None:
+        type(self).opened += 1
+        super().setup()
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        choice = {"text": CASE.text, "finish_reason": "length"}
+        events = [{"choices": [choice]}, {"choices": [], "usage": {"completion_tokens": 4}}]
+        body = "".join(f"data: {json.dumps(event)}\n\n" for event in events).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def test_connection_that_a_server_may_have_closed_by_now_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine minutes lie between two requests of one client, and a front end keeps connections for one."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), OneAnswer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        client = OpenAiClient(f"http://127.0.0.1:{server.server_address[1]}", patience_s=10)
+        for kept_s, opened in ((60.0, 1), (60.0, 1), (0.0, 2)):
+            monkeypatch.setattr(soak_clients, "_KEPT_S", kept_s)
+            assert [piece.num_tokens for piece in client.stream(client.fields(CASE))] == [None, 4]
+            assert OneAnswer.opened == opened
+        client.leave()
+        server.shutdown()
 
 
 def samples(sizes: list[int]) -> list[Sample]:

@@ -2,7 +2,7 @@
 chi-square of whole outputs against the exact one (tests/support/lossless.py).
 
 Seeds are fixed, so a result never changes. Had the draws been random, a test would fail falsely with probability 1e-4,
-and any of the 55 here with 0.55 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
+and any of the 59 here with 0.59 percent. `test_a_scheduler_that_looks_ahead_is_caught` shows that a bias is found.
 """
 
 from __future__ import annotations
@@ -102,20 +102,35 @@ def test_drafts_copied_from_the_text_without_a_drafter(mode: str) -> None:
     assert_lossless(CONFIGS[mode], SAMPLED, table=FLAT, lookup=UNMEASURED_LOOKUP, has_drafter=False)
 
 
+PROCESSED = {
+    "temperature": 1.3,
+    "max_tokens": 4,
+    "min_tokens": 2,
+    "top_p": 0.93,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": -0.2,
+    "logit_bias": {2: 0.8},
+    "bad_words": ((1, 0), (3, 3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("mode", "params", "options"),
+    [
+        ("fixed", SAMPLED, {"draft_vocab": (1, 2, 3)}),
+        ("early_stop", PROCESSED, {"eos": (0,)}),
+        ("lagged_budget", SAMPLED, {"confidence": capricious_confidence, "skill": -0.9}),
+        ("auto", {"temperature": 0.8, "max_tokens": 4, "top_k": 3}, {"lookup": UNMEASURED_LOOKUP}),
+    ],
+)
+def test_acceptance_of_all_slots_at_once(mode: str, params: dict[str, Any], options: dict[str, Any]) -> None:
+    assert_lossless(CONFIGS[mode], params, at_once=True, num_samples=800, **options)
+
+
 @configs
 def test_processors_act_on_drafts_and_drawn_tokens_alike(config: SchedulerConfig) -> None:
-    params = {
-        "temperature": 1.3,
-        "max_tokens": 4,
-        "min_tokens": 2,
-        "top_p": 0.93,
-        "repetition_penalty": 1.2,
-        "presence_penalty": 0.3,
-        "frequency_penalty": -0.2,
-        "logit_bias": {2: 0.8},
-        "bad_words": ((1, 0), (3, 3)),
-    }
-    assert_lossless(config, params, eos=(0,))
+    assert_lossless(config, PROCESSED, eos=(0,))
 
 
 @adaptive

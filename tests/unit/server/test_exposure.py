@@ -37,6 +37,18 @@ def test_addresses_of_others(address: str) -> None:
     assert not is_loopback(address)
 
 
+@pytest.mark.parametrize("front_end", [None, FRONT_END])
+def test_metrics_of_an_old_server_are_not_shown_either(front_end: FrontEndOptions | None) -> None:
+    """Its port for metrics parses HTTP with the same code."""
+    with pytest.raises(RecipeError, match=r"--metrics-address 0.0.0.0: the tritonserver here is 2.51.0"):
+        confine(ServeOptions(metrics_address="0.0.0.0"), front_end)
+
+
+def test_metrics_of_a_fixed_server_may_be_shown_alone(fixed_server: None) -> None:
+    options = ServeOptions(metrics_address="0.0.0.0")
+    assert confine(options, None) == (options, None)
+
+
 def test_an_old_server_is_not_shown_to_other_machines() -> None:
     with pytest.raises(RecipeError, match=r"--address 0.0.0.0: the tritonserver here is 2.51.0.*--openai-port 9000"):
         confine(OUTSIDE, None)

@@ -20,6 +20,7 @@ from dspark_trt.engines.settings import EngineSettings
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, ManifestError, RecipeError
 from dspark_trt.packaging.model_repo import DEFAULT_SCHEDULER, write_model_repo
 from dspark_trt.server import server_tree, tool_cache
+from dspark_trt.server.arguments import server_arguments
 from dspark_trt.server.options import RestartPolicy, ServeOptions, with_ports
 from dspark_trt.server.processes import end_leftovers
 from dspark_trt.server.serve import serve
@@ -176,6 +177,22 @@ def test_server_that_does_not_come_up_shows_its_log_and_leaves_nothing(
     assert_nothing_is_left(read_state(state_file))
 
 
+@pytest.mark.parametrize(
+    ("options", "bound"),
+    [
+        (ServeOptions(), ["127.0.0.1", "127.0.0.1", "127.0.0.1"]),
+        (ServeOptions(address="0.0.0.0"), ["0.0.0.0", "0.0.0.0", "127.0.0.1"]),
+        (ServeOptions(address="::", metrics_address="::1"), ["ipv6:::", "[::]", "ipv6:::1"]),
+    ],
+)
+def test_metrics_are_for_this_machine_unless_their_own_address_says_otherwise(
+    options: ServeOptions, bound: list[str]
+) -> None:
+    """S19: counts of a server's users were where its clients are."""
+    arguments = dict(line.split("=", 1) for line in server_arguments(options, "key", "prefix"))
+    assert [arguments[f"--{service}-address"] for service in ("http", "grpc", "metrics")] == bound
+
+
 # Another thread, as numerical libraries start them: a signal that the main thread blocks is delivered to it.
 SERVE_SCRIPT = """\
 import sys, threading, time
@@ -281,6 +298,7 @@ FAILING_SCRIPT = """\
 import sys
 from pathlib import Path
 from dspark_trt.errors import DSparkError
+from dspark_trt.server.arguments import server_arguments
 from dspark_trt.server.options import RestartPolicy
 from dspark_trt.server.serve import ServeOptions, serve
 policy = RestartPolicy(max_restarts=2, first_pause_s=0.05, max_pause_s=0.1)

@@ -125,6 +125,45 @@ def test_min_tokens_and_its_other_name_must_agree() -> None:
         read(min_tokens=3, min_length=4)
 
 
+@pytest.mark.parametrize(
+    ("alias", "value", "expected"),
+    [
+        ("sampling_param_max_tokens", np.int32(4), {"max_tokens": 4}),
+        ("sampling_param_temperature", 0.25, {"temperature": 0.25}),
+        ("sampling_param_top_k", 40, {"top_k": 40}),
+        ("sampling_param_seed", np.uint64(3), {"seed": 3}),
+        ("sampling_param_stop", np.array([[b"x", b"y"]], np.object_), {"stop_strings": ("x", "y")}),
+    ],
+)
+def test_other_names_of_tensorrt_llm_are_read_and_named_in_refusals(
+    alias: str, value: Any, expected: dict[str, Any]
+) -> None:
+    array = value if isinstance(value, np.ndarray) else one(value)
+    required = {} if alias == "sampling_param_max_tokens" else {"request_output_len": one(np.int32(9))}
+
+    def sampling(array: np.ndarray) -> SamplingParams:
+        return read_request(
+            {**PROMPT, **required, alias: array},
+            (),
+            handle=1,
+            client_id="",
+            decode=letters,
+            make_sampling=lambda **given: SamplingParams(
+                **{name: value for name, value in given.items() if value is not None}
+            ),
+        ).generation.sampling
+
+    assert {name: getattr(sampling(array), name) for name in expected} == expected
+    with pytest.raises(RequestError, match=f"^{alias}: expected "):
+        sampling(np.repeat(array, 20, axis=1))
+
+
+def test_streaming_has_another_name_and_a_field_comes_once() -> None:
+    assert read(stream=True).is_streaming
+    with pytest.raises(RequestError, match=r"^sampling_param_temperature: another name of temperature; send one"):
+        read(temperature=0.5, sampling_param_temperature=0.5)
+
+
 def test_every_declared_input_is_read_or_known_to_be_without_effect() -> None:
     class Recorder(dict):  # type: ignore[type-arg]
         seen: set[str] = set()  # noqa: RUF012

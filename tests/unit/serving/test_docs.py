@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from dspark_trt.packaging.signature import ENGINE_FIELDS, ENGINE_OUTPUTS, PREPROCESSING_FIELDS
-from dspark_trt.serving import metrics
+from dspark_trt.serving import metric_families
 
 WORDS = set(re.findall(r"`(\w+)`", (Path(__file__).parents[3] / "docs" / "serving.md").read_text()))
 
@@ -17,5 +17,5 @@ def test_every_field_and_output_is_documented() -> None:
 
 
 def test_every_metric_is_documented_and_no_other() -> None:
-    exported = set(re.findall(r'"(dspark_\w+)"', Path(metrics.__file__).read_text()))
+    exported = set(re.findall(r'"(dspark_\w+)"', Path(metric_families.__file__).read_text()))
     assert {word for word in WORDS if word.startswith("dspark_")} == exported

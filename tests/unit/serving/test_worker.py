@@ -23,7 +23,8 @@ from dspark_trt.serving.adapter import EngineRequest, StopCommand
 from dspark_trt.serving.failures import Failure
 from dspark_trt.serving.limits import AdmissionLimits, retry_after_s
 from dspark_trt.serving.responses import ResponseWriter
-from dspark_trt.serving.worker import Ticket, Worker
+from dspark_trt.serving.ticket import Ticket
+from dspark_trt.serving.worker import Worker
 from tests.support.toy_engines import ToyDrafter, ToyLanguage, ToyTarget, letters, make_loop, run
 
 LANGUAGE = ToyLanguage(vocab_size=23)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import onnx
 from dspark_trt_plugins.bundle import KernelBundle
+from dspark_trt_plugins.operation import Operation
 from dspark_trt_plugins.registry import check_kernels, operations_in
 
 from dspark_trt.contract import bindings
@@ -56,6 +57,19 @@ def compile_kernels(models: Iterable[onnx.ModelProto], sms: Sequence[int]) -> li
 
     Raises EnvironmentMissingError when Triton is missing, EngineBuildError when it cannot compile them.
     """
+    bundles: list[KernelBundle] = []
+    for model in models:
+        try:
+            operations = operations_in(model)
+        except ValueError as error:
+            raise EngineBuildError(f"the kernels of the plugins cannot be compiled: {error}") from error
+        bundles += compile_operations(operations, sms)
+        check_kernels(model, bundles)
+    return bundles
+
+
+def compile_operations(operations: Iterable[Operation], sms: Sequence[int]) -> list[KernelBundle]:
+    """Raises what `compile_kernels` raises."""
     try:
         from dspark_trt_plugins.compile import compile_operation
     except ImportError as error:
@@ -63,11 +77,7 @@ def compile_kernels(models: Iterable[onnx.ModelProto], sms: Sequence[int]) -> li
             f"the kernels of the plugins are compiled by the package triton, which cannot be imported ({error}); "
             f"install it: {TRITON_FIX}"
         ) from None
-    bundles: list[KernelBundle] = []
     try:
-        for model in models:
-            bundles += [compile_operation(operation, sms) for operation in operations_in(model)]
-            check_kernels(model, bundles)
+        return [compile_operation(operation, sms) for operation in operations]
     except (ValueError, RuntimeError) as error:
         raise EngineBuildError(f"the kernels of the plugins cannot be compiled: {error}") from error
-    return bundles
