@@ -1,19 +1,15 @@
 """The engines and the lengths of their caches: every call reserves, is timed, and fails for its requests alone.
 
 What is timed: `draft_ms` ends when the drafts are known to the host, `verify_ms` when the logits are, or what became of
-the drafts where an engine accepts them. Where a
-StepEngine does both in one call, `draft_ms` holds the call, the draft and its selection, and `verify_ms` what the
-verification takes from there on; an engine that computes everything before it returns leaves nothing to `verify_ms`.
+the drafts where an engine accepts them. Where a StepEngine does both in one call, `draft_ms` holds the call, the draft
+and its selection, and `verify_ms` what the verification takes from there on; an engine that computes everything before
+it returns leaves nothing to `verify_ms`.
 """
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +18,6 @@ from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.protocol import (
     DraftBatch,
     DraftEngine,
-    IngestBatch,
     SelectBatch,
     StepEngine,
     TargetEngine,
@@ -31,33 +26,17 @@ from dspark_trt.contract.protocol import (
 from dspark_trt.errors import CapacityError
 from dspark_trt.runtime.acceptance import Acceptance
 from dspark_trt.runtime.arrays import wait_for
+from dspark_trt.runtime.drafter_context import DrafterContext
 from dspark_trt.runtime.drafting import DraftBlock, DraftVocabulary, draft_batch, draft_block
 from dspark_trt.runtime.fused_acceptance import Decided, decide
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
-from dspark_trt.runtime.pending_taps import PendingTaps, TapChunk
+from dspark_trt.runtime.pending_taps import TapChunk
 from dspark_trt.runtime.rows import RowMove
 from dspark_trt.runtime.state import RequestState
 from dspark_trt.runtime.step_plan import StepPlan
+from dspark_trt.runtime.timed_calls import timed_call
 from dspark_trt.runtime.verification import Segment, check_selection, num_selected, pack
-
-logger = logging.getLogger(__name__)
-
-
-class EngineCallFailed(Exception):
-    """An engine call raised. The K/V of its requests are undefined: the requests cannot go on."""
-
-    def __init__(self, states: Sequence[RequestState]) -> None:
-        super().__init__(f"an engine call failed for {len(states)} requests")
-        self.states = states
-
-
-@dataclass(frozen=True, slots=True)
-class _Ingest:
-    """One call of the drafter, and whose taps it takes."""
-
-    states: list[RequestState]
-    batch: IngestBatch
 
 
 class EngineCalls:
@@ -93,31 +72,19 @@ class EngineCalls:
         self.step_engine = step_engine
         self.acceptance = acceptance
         self.target_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
-        self.context_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
+        self.context = DrafterContext(drafter, limits, keeps_taps=keeps_taps)
         self.record = StepRecord()  # of the step that is running
-        self._pending = PendingTaps()
-        self._keeps_taps = keeps_taps
         self._packed_ids = np.empty(0, dtype=np.int64)  # [T] of the step's verification
         vocab = None if drafter is None else drafter.draft_vocab
         self._draft_vocabulary = DraftVocabulary.of(vocab, target.vocab_size)
 
     def keep_taps(self, segments: Sequence[Segment], results: Sequence[Acceptance], output: TargetOutput) -> None:
         """Copy taps and ids of what this step committed, for the requests that go on drafting."""
-        if self.drafter is None:
-            return
-        committed, done = [], []
-        for segment, result in zip(segments, results, strict=True):
-            if segment.state.needs_taps:
-                committed.append((segment.state, segment.first_token, result.num_committed(segment)))
-            else:
-                done.append(segment.state)
-        if not self._keeps_taps:
-            self._pending.drop(done)
-        self._pending.keep(committed, output.taps, self._packed_ids)
+        self.context.keep_taps(segments, results, output, self._packed_ids)
 
     def num_pending(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions that the drafter's context lacks, of the requests in these rows."""
-        missing: NDArray[np.int64] = self.target_cache.committed[rows] - self.context_cache.committed[rows]
+        missing: NDArray[np.int64] = self.target_cache.committed[rows] - self.context.cache.committed[rows]
         return missing
 
     def draft(self, states: Sequence[RequestState], num_slots: int) -> DraftBlock | None:
@@ -125,14 +92,14 @@ class EngineCalls:
 
         Taps of other requests that have waited too long are ingested, too.
         """
-        ingest = self._ingest_all_but_last(states)
+        ingest = self.context.all_but_last(states, self.record)
         if not states:
-            self._ingest(ingest)
+            self.context.ingest(ingest, self.record)
             return None
         assert self.drafter is not None, "caps are 0 without a drafter"
         batch = self._draft_batch(states, num_slots)
         involved = [*states, *(state for state in ingest.states if state not in states)] if ingest else states
-        with self._call("draft_ms", involved):
+        with timed_call(self.record, "draft_ms", involved):
             output = self.drafter.draft(batch, ingest.batch if ingest else None)
             block = self._block(batch, output.draft_logits, output.draft_ids, output.confidence_logits)
         self._record_draft(states, block)
@@ -147,7 +114,7 @@ class EngineCalls:
         self._packed_ids = batch.token_ids
         self._reserve(plan, verify_lens)
         self._record_batch(plan, int(verify_lens.sum()))
-        with self._call("verify_ms", plan.states):
+        with timed_call(self.record, "verify_ms", plan.states):
             output = self.target.forward(batch)
             decided = self._await(segments, output, block)
         self._record_verification(plan)
@@ -161,12 +128,12 @@ class EngineCalls:
         The reservations are what may be verified at most. While the target verifies, the host learns what was drafted.
         """
         assert self.step_engine is not None, "the caller asks for a fused step only where there is one"
-        self._ingest(self._ingest_all_but_last(plan.drafting))
+        self.context.ingest(self.context.all_but_last(plan.drafting, self.record), self.record)
         batch = self._draft_batch(plan.drafting, plan.num_slots)
         plain, _ = pack(plan, np.zeros_like(plan.caps), None, self.target_cache)
         self._reserve(plan, plan.caps)
         self._record_batch(plan, num_selected(select))
-        with self._call("draft_ms", plan.states):
+        with timed_call(self.record, "draft_ms", plan.states):
             output = self.step_engine.draft_and_verify(batch, select, plain)
             drafts = output.wait()
             check_selection(select, drafts.verify_lens)
@@ -174,7 +141,7 @@ class EngineCalls:
         self._record_draft(plan.drafting, block)
         packed, segments = pack(plan, drafts.verify_lens, block, self.target_cache)
         self._packed_ids = packed.token_ids
-        with self._call("verify_ms", plan.states):
+        with timed_call(self.record, "verify_ms", plan.states):
             decided = self._await(segments, output.target, block)
         self._record_verification(plan)
         return block, segments, output.target, decided
@@ -190,9 +157,9 @@ class EngineCalls:
     def move_row(self, move: RowMove[RequestState]) -> None:
         """Copy the live positions of both caches to another row. The lengths follow even if the copy fails."""
         source, destination = move.source, move.destination
-        lengths = [int(cache.committed[source]) for cache in (self.target_cache, self.context_cache)]
+        lengths = [int(cache.committed[source]) for cache in (self.target_cache, self.context.cache)]
         self.target_cache.move(source, destination)
-        self.context_cache.move(source, destination)
+        self.context.cache.move(source, destination)
         self._copy(source, destination, lengths, [move.occupant])
 
     def copy_row(self, source: int, destination: int, num_positions: int, num_context: int) -> None:
@@ -208,69 +175,31 @@ class EngineCalls:
         taps: begin with what its context lacks of them.
         """
         self.target_cache.begin(state.row, num_positions)
-        self.context_cache.begin(state.row, num_context)
         state.reuse_prompt(num_positions)
-        if self.drafter is not None and state.needs_taps:
-            self._pending.begin(state, taps, num_positions - num_context)
-
-    def waiting_taps(self, state: RequestState) -> tuple[TapChunk, ...]:
-        """What the context of a request lacks and can be given."""
-        return self._pending.waiting(state)
+        self.context.begin(state, num_context, taps, num_positions - num_context)
 
     def release(self, state: RequestState) -> None:
         """A request leaves its row."""
-        self._pending.drop([state])
+        self.context.release(state)
         self.target_cache.clear(state.row)
-        self.context_cache.clear(state.row)
 
     def check_integrity(self, occupants: Sequence[RequestState]) -> None:
         """Between two steps; `occupants[row]` lives in that row."""
-        for cache in (self.target_cache, self.context_cache):
+        for cache in (self.target_cache, self.context.cache):
             cache.check_integrity(len(occupants))
         for state in occupants:
             if self.drafter is not None and state.needs_taps:
-                num_known = int(self.context_cache.committed[state.row]) + self._pending.num_positions(state)
-                assert num_known == self.target_cache.committed[state.row], "taps were lost"
+                assert self.context.num_known(state) == self.target_cache.committed[state.row], "taps were lost"
             num_positions = int(self.target_cache.committed[state.row])
             num_tokens = state.num_prefilled + max(state.num_generated - 1, 0)
             assert num_positions == num_tokens, (
                 f"{state.request.request_id}: {num_positions} positions, {num_tokens} tokens"
             )
 
-    def _ingest_all_but_last(self, drafting: Sequence[RequestState]) -> _Ingest | None:
-        """Take the taps of requests that draft, and of those whose taps have waited too long.
-
-        Returns the last call instead of making it: a drafter makes it together with the draft. The lengths count from
-        now on; where the call fails, its requests end.
-        """
-        if self.drafter is None:
-            return None
-        overdue = self._pending.overdue()
-        if not drafting and not overdue:
-            return None
-        states = [*drafting, *(state for state in overdue if state not in drafting)]
-        last: _Ingest | None = None
-        while (
-            taken := self._pending.take(states, self.context_cache, self.target.limits.max_batch_tokens)
-        ) is not None:
-            self._ingest(last)
-            last = _Ingest(*taken)
-            for state, num_positions in zip(last.states, last.batch.query_lengths.tolist(), strict=True):
-                self.context_cache.reserve(state.row, num_positions)
-                self.context_cache.commit(state.row, num_positions)
-            self.record.num_ingested_tokens += int(last.batch.query_lengths.sum())
-        return last
-
-    def _ingest(self, ingest: _Ingest | None) -> None:
-        if ingest is not None:
-            assert self.drafter is not None, "taps are kept for a drafter"
-            with self._call("ingest_ms", ingest.states):
-                self.drafter.ingest(ingest.batch)
-
     def _draft_batch(self, states: Sequence[RequestState], num_slots: int) -> DraftBatch:
         rows = [state.row for state in states]
-        assert (self.context_cache.committed[rows] == self.target_cache.committed[rows]).all(), "context lags behind"
-        return draft_batch(states, self.context_cache, num_slots)
+        assert (self.context.cache.committed[rows] == self.target_cache.committed[rows]).all(), "context lags behind"
+        return draft_batch(states, self.context.cache, num_slots)
 
     def _block(self, batch: DraftBatch, draft_logits: Any, draft_ids: Any, confidence_logits: Any) -> DraftBlock:
         vocab_size = self.target.vocab_size
@@ -308,21 +237,7 @@ class EngineCalls:
             state.statistics.verify_ms += self.record.verify_ms
 
     def _copy(self, source: int, destination: int, lengths: Sequence[int], states: Sequence[RequestState]) -> None:
-        with self._call("copy_ms", states):
+        with timed_call(self.record, "copy_ms", states):
             for engine, num_positions in zip((self.target, self.drafter), lengths, strict=True):
                 if engine is not None and num_positions:
                     engine.move_row(source, destination, num_positions)
-
-    @contextmanager
-    def _call(
-        self, timed_as: Literal["ingest_ms", "draft_ms", "verify_ms", "copy_ms"], states: Sequence[RequestState]
-    ) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        except Exception as error:  # whatever a backend raises: it is logged in full, the client hears none of it
-            logger.exception("an engine call failed; its %d requests end with an error", len(states))
-            raise EngineCallFailed(states) from error
-        finally:
-            elapsed_ms = (time.perf_counter() - started) * 1e3
-            setattr(self.record, timed_as, getattr(self.record, timed_as) + elapsed_ms)

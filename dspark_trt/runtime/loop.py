@@ -22,7 +22,7 @@ from dspark_trt.errors import RecipeError, RequestError
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock, with_lookups
 from dspark_trt.runtime.emission import Emission, emit_end, emit_result
-from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
+from dspark_trt.runtime.engine_calls import EngineCalls
 from dspark_trt.runtime.fused_acceptance import Decided, results_of
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
 from dspark_trt.runtime.planner import Planner
@@ -33,6 +33,7 @@ from dspark_trt.runtime.scheduling import Scheduling
 from dspark_trt.runtime.state import Phase, RequestState, new_state
 from dspark_trt.runtime.step_plan import StepPlan
 from dspark_trt.runtime.text_stream import Decode
+from dspark_trt.runtime.timed_calls import EngineCallFailed
 from dspark_trt.runtime.verification import Segment, offer_drafts, select_batch
 from dspark_trt.steptable.table import StepTable
 

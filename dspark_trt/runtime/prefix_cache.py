@@ -22,11 +22,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.runtime.engine_calls import EngineCallFailed, EngineCalls
+from dspark_trt.runtime.engine_calls import EngineCalls
 from dspark_trt.runtime.metrics import LoopTotals
 from dspark_trt.runtime.pending_taps import TapChunk, for_long
 from dspark_trt.runtime.rows import Rows
 from dspark_trt.runtime.state import Phase, RequestState
+from dspark_trt.runtime.timed_calls import EngineCallFailed
 
 Int64 = NDArray[np.int64]
 
@@ -105,8 +106,8 @@ class PrefixCache:
         token_ids = state.token_ids()[:num_positions]
         if state.has_failed or len(token_ids) < MIN_REUSED_TOKENS:
             return
-        num_context = min(int(self._engines.context_cache.committed[state.row]), len(token_ids))
-        taps = for_long(self._engines.waiting_taps(state))
+        num_context = min(int(self._engines.context.cache.committed[state.row]), len(token_ids))
+        taps = for_long(self._engines.context.waiting_taps(state))
         left = RetainedRow(token_ids, num_context, taps, state.request.cache_salt, self._tick())
         for row, retained in list(self._retained.items()):
             if left.covers(retained):
@@ -175,8 +176,8 @@ class PrefixCache:
         for other in self._rows.occupants:
             if other is state or other.request.cache_salt != state.request.cache_salt:
                 continue
-            num_context = int(self._engines.context_cache.committed[other.row])
-            taps = self._engines.waiting_taps(other)
+            num_context = int(self._engines.context.cache.committed[other.row])
+            taps = self._engines.context.waiting_taps(other)
             yield self._usable(state, other.row, other.prompt_ids[: other.num_prefilled], num_context, taps)
 
     def _kept(self, state: RequestState) -> Iterator[_Source]:

@@ -208,8 +208,8 @@ class Scheduling:
         """Write what this step was expected to take into its record, and learn from what it took."""
         if self.prices is None:
             return
-        num_drafts, drafting = record.num_drafts_verified, plan.num_drafting
-        verify = plan.verify_ms(self.prices, num_drafts)
+        drafting = plan.num_drafting
+        verify = plan.verify_ms(self.prices, record.num_drafts_verified)
         draft = plan.draft_ms(self.prices, record.num_ingested_tokens)
         host = self.prices.host(plan.num_segments)
         copying = self.prices.lookup_host(plan.num_segments) if plan.lookups and not drafting else 0.0
@@ -217,7 +217,7 @@ class Scheduling:
         if self._policy is not None and self._choice is not None and self._choice.tokens_per_ms and not plan.prefill:
             expected = self._choice.tokens_per_ms * record.expected_ms
             self._policy.realised.observe(len(plan.decode), seen=record.num_tokens_emitted, expected=expected)
-        part: Part = "verify_drafts" if num_drafts else "verify"
+        part: Part = "verify_drafts" if record.num_drafts_verified else "verify"
         self.times.observe(part, plan.num_segments, expected_ms=verify, seen_ms=record.verify_ms)
         if drafting:
             seen = record.draft_ms + record.ingest_ms

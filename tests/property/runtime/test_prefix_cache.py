@@ -85,7 +85,7 @@ def check_rows(loop: DecodingLoop, target: ToyTarget, drafter: ToyDrafter) -> No
     """Every position that counts, of requests and of what is kept, holds the token that it should."""
     engines = loop._engines
     for state in loop._rows.occupants:
-        for cache, engine in ((engines.target_cache, target), (engines.context_cache, drafter)):
+        for cache, engine in ((engines.target_cache, target), (engines.context.cache, drafter)):
             length = int(cache.committed[state.row])
             assert engine.store.tokens[state.row, :length].tolist() == state.token_ids()[:length].tolist()
     assert loop._prefix_cache is not None
