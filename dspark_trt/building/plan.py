@@ -195,7 +195,8 @@ def _drafting(drafter: DraftSource) -> str:
     family, taps = FAMILY_NAMES[drafter.kind], list(drafter.target_layer_ids)
     if isinstance(drafter, LanguageModelSpec) and drafter.mask_token_id is not None:
         family = f"PARD drafter (mask token {drafter.mask_token_id})"
-    return f"{family}, gamma {drafter.gamma}, taps {taps}, {_decoder(drafter.decoder)}"
+    read = f"taps {taps}" if taps else "no taps"
+    return f"{family}, gamma {drafter.gamma}, {read}, {_decoder(drafter.decoder)}"
 
 
 def _decoder(decoder: DecoderSpec) -> str:
