@@ -78,13 +78,13 @@ def _open_candidate(
     context: Context, drafter: DrafterCheckpoint, graphs: Path, form: DrafterForm, scratch: Path
 ) -> DraftEngine:
     """A drafter in `form` in the folder `scratch`, opened; the target's files are linked."""
-    from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeDraftEngine, OnnxRuntimeSettings
+    from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeSettings, open_draft_engine
 
     for path in graphs.iterdir():
         if path.name.startswith("target"):
             os.link(path, scratch / path.name)
     _write(context, drafter, scratch, form)
-    return OnnxRuntimeDraftEngine(scratch, OnnxRuntimeSettings(num_threads=context.recipe.num_threads))
+    return open_draft_engine(scratch, OnnxRuntimeSettings(num_threads=context.recipe.num_threads))
 
 
 def _evidence(context: Context, drafter: DrafterCheckpoint, folder: Path, progress: Progress) -> Evidence:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dspark_trt.building.recipe import NGRAM, BuildRecipe
 from dspark_trt.calibration.given import read_given
-from dspark_trt.checkpoints.spec import FAMILY_NAMES, DrafterSpec, DraftSource, NgramSpec
+from dspark_trt.checkpoints.spec import DrafterSpec, DraftSource, NgramSpec, a_drafter
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
 
@@ -39,15 +39,15 @@ def _check_drafter_options(recipe: BuildRecipe) -> None:
 
 def check_family(recipe: BuildRecipe, drafter: DrafterSpec) -> None:
     """Raises RecipeError for what the drafter's family cannot do. `recipe` is resolved."""
-    name = FAMILY_NAMES[drafter.kind]
+    name = a_drafter(drafter.kind)
     if recipe.num_drafts is not None and drafter.kind == "block":
         raise RecipeError(
-            f"num_drafts: {recipe.num_drafts} means nothing to a {name}, whose block has {drafter.gamma} drafts as it "
+            f"num_drafts: {recipe.num_drafts} means nothing to {name}, whose block has {drafter.gamma} drafts as it "
             "was trained; leave --num-drafts out"
         )
     if recipe.backend != "onnxruntime" and drafter.kind not in _ON_DEVICES:
         raise RecipeError(
-            f"backend: an {name} is not compiled by {recipe.backend} yet; give --backend onnxruntime, or use a DSpark "
+            f"backend: {name} is not compiled by {recipe.backend} yet; give --backend onnxruntime, or use a DSpark "
             "or DFlash drafter"
         )
 

@@ -17,8 +17,9 @@ from dspark_trt.checkpoints.drafter import read_drafter_spec
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
 from dspark_trt.checkpoints.locate import locate_here
 from dspark_trt.checkpoints.pairing import check_specs
-from dspark_trt.checkpoints.spec import FAMILY_NAMES, DecoderSpec, DraftSource, NgramSpec, TargetSpec
+from dspark_trt.checkpoints.spec import FAMILY_NAMES, DecoderSpec, DraftSource, LanguageModelSpec, NgramSpec, TargetSpec
 from dspark_trt.checkpoints.target import read_target_spec
+from dspark_trt.checkpoints.vocabularies import check_vocabularies
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import CapacityError
@@ -109,6 +110,8 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
     check_limits(limits, target.decoder, gamma=drafter.gamma, what="target")
     if not isinstance(drafter, NgramSpec):
         check_specs(target, drafter)
+        if isinstance(drafter, LanguageModelSpec):
+            check_vocabularies(recipe.target, recipe.target_revision, recipe.drafter, recipe.drafter_revision, drafter)
         check_family(recipe, drafter)
         check_limits(limits, drafter.decoder, gamma=drafter.gamma, what="drafter")
         check_top_n(drafter.decoder.vocab_size, recipe.markov_top_n or 0)
@@ -190,7 +193,10 @@ def _drafting(drafter: DraftSource) -> str:
     if isinstance(drafter, NgramSpec):
         return f"no model; up to {drafter.gamma} drafts copied from each request's own text"
     family, taps = FAMILY_NAMES[drafter.kind], list(drafter.target_layer_ids)
-    return f"{family}, gamma {drafter.gamma}, taps {taps}, {_decoder(drafter.decoder)}"
+    if isinstance(drafter, LanguageModelSpec) and drafter.mask_token_id is not None:
+        family = f"PARD drafter (mask token {drafter.mask_token_id})"
+    read = f"taps {taps}" if taps else "no taps"
+    return f"{family}, gamma {drafter.gamma}, {read}, {_decoder(drafter.decoder)}"
 
 
 def _decoder(decoder: DecoderSpec) -> str:

@@ -29,8 +29,9 @@ class BuildRecipe(BaseModel):
 
     target: str = Field(description="Hugging Face folder or hub id, or a GGUF file.")
     drafter: str = Field(
-        description="Checkpoint (DSpark, DFlash, EAGLE-3): Hugging Face folder or hub id; ngram: none, drafts are "
-        "copied from each request's own text."
+        description="Checkpoint (DSpark, DFlash, EAGLE-3, Medusa, PARD, or a smaller model of the target's "
+        "vocabulary): Hugging Face folder or hub id, or a GGUF file; ngram: none, drafts are copied from each "
+        "request's own text."
     )
     target_revision: str | None = Field(default=None, description="Commit, tag or branch of the target's hub id.")
     drafter_revision: str | None = Field(default=None, description="Commit, tag or branch of the drafter's hub id.")
@@ -73,8 +74,7 @@ class BuildRecipe(BaseModel):
         default=None,
         ge=1,
         le=16,
-        description="Drafts of a request in a step at most, with a drafter that drafts one token after the other; of "
-        "DSpark and DFlash the checkpoint's block decides.",
+        description="Drafts of a request in a step at most; of DSpark and DFlash the checkpoint's block decides.",
     )
     draft_vocab: Annotated[str | int, Option(metavar="auto|all|N")] = Field(
         default="auto",

@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec, DrafterSpec, Eagle3Spec, TargetSpec, WeightStore
+from dspark_trt.checkpoints.spec import (
+    BlockDrafterSpec,
+    DecoderSpec,
+    DrafterSpec,
+    Eagle3Spec,
+    LanguageModelSpec,
+    MedusaSpec,
+    TargetSpec,
+    WeightStore,
+)
 from dspark_trt.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
@@ -39,7 +48,7 @@ def target_shapes(spec: TargetSpec) -> Shapes:
 
 def drafter_shapes(spec: DrafterSpec) -> Shapes:
     """Canonical name -> shape of every tensor of a drafter."""
-    shapes = _decoder_shapes(spec.decoder)
+    shapes = {} if isinstance(spec, MedusaSpec) else _decoder_shapes(spec.decoder)
     if spec.has_own_embedding:
         shapes[EMBEDDING] = (spec.decoder.vocab_size, spec.decoder.hidden_size)
     if spec.has_own_head:
@@ -49,6 +58,10 @@ def drafter_shapes(spec: DrafterSpec) -> Shapes:
             return shapes | _block_shapes(spec)
         case Eagle3Spec():
             return shapes | _eagle3_shapes(spec)
+        case MedusaSpec():
+            return shapes | _medusa_shapes(spec)
+        case LanguageModelSpec():
+            return shapes | {EMBEDDING: (spec.num_draft_ids, spec.decoder.hidden_size)}
 
 
 def _block_shapes(spec: BlockDrafterSpec) -> Shapes:
@@ -78,6 +91,19 @@ def _eagle3_shapes(spec: Eagle3Spec) -> Shapes:
         shapes["input_norm.weight"] = (M * D,)
     if spec.tap_norm == "each":
         shapes |= {f"fc_norm.{tap}.weight": (D,) for tap in range(M)}
+    return shapes
+
+
+def _medusa_shapes(spec: MedusaSpec) -> Shapes:
+    """Of the heads. Source: Medusa (arXiv 2401.10774), section 2.1."""
+    D, shapes = spec.decoder.hidden_size, Shapes()
+    for head in range(spec.gamma):
+        for block in range(spec.num_blocks):
+            shapes[f"heads.{head}.blocks.{block}.weight"] = (D, D)
+            if spec.has_block_bias:
+                shapes[f"heads.{head}.blocks.{block}.bias"] = (D,)
+        if not spec.is_head_shared:
+            shapes[f"heads.{head}.lm_head.weight"] = (spec.num_draft_ids, D)
     return shapes
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.checkpoints.safetensors_store import INDEX_FILE, SINGLE_FILE, indexed_files, shard_files
+from dspark_trt.checkpoints.safetensors_store import HEADS_FILE, INDEX_FILE, SINGLE_FILE, indexed_files, shard_files
 from dspark_trt.errors import CheckpointError, EnvironmentMissingError
 
 TEXT_FILES = (
@@ -68,7 +68,7 @@ def _download(repository: str, revision: str | None, *, with_weights: bool) -> P
     """The index says what the shards are called, so it comes before them; both from one commit."""
     if not with_weights:
         return _fetch(repository, revision, [*TEXT_FILES])
-    folder = _fetch(repository, revision, [*TEXT_FILES, SINGLE_FILE, INDEX_FILE])
+    folder = _fetch(repository, revision, [*TEXT_FILES, SINGLE_FILE, INDEX_FILE, HEADS_FILE])
     if not (folder / SINGLE_FILE).is_file() and (folder / INDEX_FILE).is_file():
         _fetch(repository, folder.name, [glob.escape(name) for name in indexed_files(folder)])
     return folder

@@ -24,6 +24,7 @@ from dspark_trt.errors import CheckpointError, abridged
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+HEADS_FILE = "medusa_lm_head.safetensors"  # of Medusa, whose heads stand beside no model
 
 _MAX_NAME_BYTES = 255  # of a file
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the format
@@ -97,7 +98,9 @@ def shard_files(folder: Path) -> tuple[Path, ...]:
     if (folder / SINGLE_FILE).is_file():
         return (folder / SINGLE_FILE,)
     if not (folder / INDEX_FILE).is_file():
-        others = sorted(file.name for pattern in ("*.bin", "*.gguf", "*.pth") for file in folder.glob(pattern))
+        if (folder / HEADS_FILE).is_file():
+            return (folder / HEADS_FILE,)
+        others = sorted(file.name for pattern in ("*.bin", "*.gguf", "*.pth", "*.pt") for file in folder.glob(pattern))
         found = f"; found {', '.join(others)}, which is another format" if others else ""
         raise CheckpointError(
             f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}{found}. Save the model as safetensors with "
@@ -133,7 +136,11 @@ def open_safetensors(folder: Path, rename: Callable[[str], str]) -> SafetensorsS
                 raise CheckpointError(f"{file}: tensor {stored_name} is there twice; download the checkpoint again")
             entries[name] = info
             stored_names.add(stored_name)
-    if not (folder / SINGLE_FILE).is_file() and (listed := set(_weight_map(folder))) != stored_names:
+    if (
+        not (folder / SINGLE_FILE).is_file()
+        and (folder / INDEX_FILE).is_file()
+        and (listed := set(_weight_map(folder))) != stored_names
+    ):
         name = sorted(listed ^ stored_names)[0]
         has, lacks = ("index", "files") if name in listed else ("files", "index")
         raise CheckpointError(

@@ -14,7 +14,8 @@ Canonical tensor names (no `model.` prefix, Hugging Face layout: Linear weights 
     drafter  the same for its layers, plus fc.weight, hidden_norm.weight, markov_head.markov_w1.weight [V, r],
              markov_head.markov_w2.weight [V, r], markov_head.gate_proj.{weight,bias} (gated),
              markov_head.joint_proj.{weight,bias} (rnn), confidence_head.proj.{weight,bias};
-             embed_tokens.weight and lm_head.weight only where they are the drafter's own
+             embed_tokens.weight and lm_head.weight only where they are the drafter's own; of a language model the
+             names of a target; of Medusa heads.{i}.blocks.{j}.{weight,bias} and heads.{i}.lm_head.weight
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ class DrafterBase:
     Whoever does not make a family's graphs reads nothing else (see docs/architecture.md).
     """
 
-    decoder: DecoderSpec  # its own layers; same hidden size and vocabulary as the target's
+    decoder: DecoderSpec  # its own layers; same vocabulary as the target's, and hidden size where it reads taps
     gamma: int
     target_layer_ids: tuple[int, ...]  # strictly increasing; i = output of decoder layer i, -1 = embedding output
     has_own_embedding: bool  # in the file and different from the target's
@@ -274,8 +275,56 @@ class Eagle3Spec(DrafterBase):
         return True
 
 
-DrafterSpec = BlockDrafterSpec | Eagle3Spec  # told apart by `kind`
-FAMILY_NAMES: dict[str, str] = {"block": "block drafter", "eagle3": "EAGLE-3 drafter"}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModelSpec(DrafterBase):
+    """A language model of the target's vocabulary, which reads its tokens and nothing else of it.
+
+    It drafts one token after the other. With a mask token (PARD, arXiv 2504.18583) all drafts come from one pass over
+    the anchor and masks behind it, each of which predicts the token behind its place. A model of fewer ids than the
+    target proposes these alone, and reads any other id as its last one; of a model of more ids, these are left out.
+    """
+
+    kind: Literal["language_model"] = "language_model"
+    is_head_tied: bool  # its head is its own embedding
+    mask_token_id: int | None = None
+
+    @property
+    def ingested_ids(self) -> IngestedIds:
+        return "token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaSpec(DrafterBase):
+    """Medusa heads on the target's last hidden state, one for each draft, as a chain (arXiv 2401.10774).
+
+    A head is residual blocks, x + SiLU(linear(x)), and a matrix of its own onto the vocabulary, unless all share one.
+    There is no decoder layer, and nothing is remembered of a row but the state of its last position.
+    """
+
+    kind: Literal["medusa"] = "medusa"
+    num_blocks: int  # of a head
+    has_block_bias: bool
+    is_head_shared: bool
+
+    @property
+    def row_state_width(self) -> int:
+        """The state of the last ingested position."""
+        return self.decoder.hidden_size
+
+
+DrafterSpec = BlockDrafterSpec | Eagle3Spec | LanguageModelSpec | MedusaSpec  # told apart by `kind`
+FAMILY_NAMES: dict[str, str] = {
+    "block": "block drafter",
+    "eagle3": "EAGLE-3 drafter",
+    "language_model": "draft language model",
+    "medusa": "Medusa drafter",
+}
+
+
+def a_drafter(kind: str) -> str:
+    """The family of that kind with its article."""
+    name = FAMILY_NAMES[kind]
+    return f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}"
 
 
 @dataclass(frozen=True, slots=True)

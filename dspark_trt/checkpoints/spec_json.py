@@ -8,11 +8,25 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from dspark_trt.checkpoints.spec import BlockDrafterSpec, DraftSource, Eagle3Spec, NgramSpec, TargetSpec
+from dspark_trt.checkpoints.spec import (
+    BlockDrafterSpec,
+    DraftSource,
+    Eagle3Spec,
+    LanguageModelSpec,
+    MedusaSpec,
+    NgramSpec,
+    TargetSpec,
+)
 from dspark_trt.errors import ManifestError, place
 
 Spec = TypeVar("Spec")
-_DRAFT_SOURCES: dict[str, type[DraftSource]] = {"ngram": NgramSpec, "block": BlockDrafterSpec, "eagle3": Eagle3Spec}
+_DRAFT_SOURCES: dict[str, type[DraftSource]] = {
+    "ngram": NgramSpec,
+    "block": BlockDrafterSpec,
+    "eagle3": Eagle3Spec,
+    "language_model": LanguageModelSpec,
+    "medusa": MedusaSpec,
+}
 
 
 def spec_to_json(spec: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from dspark_trt.errors import CheckpointError, abridged
 
 logger = logging.getLogger(__name__)
 
-_ARCHITECTURES = {name: facts.architecture for name, facts in FAMILIES.items()} | gemma4.ARCHITECTURES
+TARGET_ARCHITECTURES = {name: facts.architecture for name, facts in FAMILIES.items()} | gemma4.ARCHITECTURES
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
 _IGNORED_GENERATION_KEYS = ("no_repeat_ngram_size", "typical_p", "suppress_tokens", "bad_words_ids", "epsilon_cutoff")
 
@@ -157,12 +157,12 @@ def read_generation_config(folder: Path) -> GenerationConfig:
 
 def _family(values: dict[str, Any], where: str) -> Family:
     family, architectures = values.get("model_type"), architectures_of(values)
-    if not isinstance(family, str) or family not in _ARCHITECTURES:
+    if not isinstance(family, str) or family not in TARGET_ARCHITECTURES:
         raise CheckpointError(
             f"{where}: model_type {abridged(family)} is not a supported target family; expected one of "
-            f"{', '.join(_ARCHITECTURES)}"
+            f"{', '.join(TARGET_ARCHITECTURES)}"
         )
-    expected = _ARCHITECTURES[family]
+    expected = TARGET_ARCHITECTURES[family]
     if architectures and architectures != [expected]:
         hint = "; this is a drafter, give it as --drafter" if "DSpark" in str(architectures) else ""
         raise CheckpointError(

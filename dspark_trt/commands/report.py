@@ -198,13 +198,22 @@ def _drafter(source: str, drafter: dict[str, Any]) -> dict[str, str]:
         }
     taps = list(drafter["target_layer_ids"])
     kind = drafter.get("kind", "block")  # builds before there were families
-    parts = [f"gamma {drafter['gamma']}", _head(drafter) if kind == "block" else "one token after the other"]
+    parts = [f"gamma {drafter['gamma']}", _way(kind, drafter)]
     if ids := drafter.get("draft_vocab_size"):
         parts.append(f"a head for {ids} ids")
     return {
         "drafter": f"{source} ({FAMILY_NAMES[kind]}, {_decoder(drafter)})",
         "drafting": ", ".join([*parts, f"taps {taps}" if taps else "no taps"]),
     }
+
+
+def _way(kind: str, drafter: dict[str, Any]) -> str:
+    """How a block comes about."""
+    if kind == "block":
+        return _head(drafter)
+    if (mask := drafter.get("mask_token_id")) is not None:
+        return f"all in one pass, mask token {mask}"
+    return "a head for each draft" if kind == "medusa" else "one token after the other"
 
 
 def _head(drafter: dict[str, Any]) -> str:

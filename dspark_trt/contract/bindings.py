@@ -23,7 +23,7 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | ingest | taps | float [T, M*D] | absent without tap layers |
 | | token_ids | int64 [T] | where the family reads ids (`DrafterDims.ingested_ids`) |
 | | last_tokens | int64 [R] | where rows have a state: packed index of each segment's last token |
-| | positions | int64 [T] | |
+| | positions | int64 [T] | this and what follows: where there are caches |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
 | | context.tokens, .past_lengths, .query_lengths | int64 | other attention: a row group |
 | draft | anchor_ids, past_lengths | int64 [R] | |
@@ -32,6 +32,11 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | block_rows | int64 [R] | the request's row within the range |
 | | row_requests | int64 [B] | the request of each row of the range; any for a row without request |
 | | row_query_lengths | int64 [B] | 1 for a row with a request, 0 for one without |
+| model | token_ids, positions | int64 [T] | what is ingested, anchors, drafts, mask tokens |
+| | logit_rows | int64 [L] | packed indices that are drafted from |
+| | padded_indices | int64 [T] | as of the target |
+| | context.tokens, .past_lengths, .query_lengths | int64 | a row group |
+| | temperatures, uniforms | float32 [L], [L, 1] | |
 
 | graph | output | type, shape |
 |---|---|---|
@@ -42,6 +47,7 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | draft_logits | float32 [R, G, W] |
 | | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
 | all | {cache}.out | the cache of that name, written in place |
+| model | draft_ids, draft_logits, confidence_logits | as of draft, each of the L rows a request of one slot |
 | select | | inputs and outputs of `dspark::PrefixSelect`, by their names (see its README) |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 | draft | {cache}.slot_{j} | the same instead of it, after each slot but the last, where slots are drafted in turn |
@@ -61,6 +67,7 @@ from dspark_trt.contract.forms import select_form
 TARGET_GRAPH = "target.onnx"
 INGEST_GRAPH = "drafter_ingest.onnx"
 DRAFT_GRAPH = "drafter_draft.onnx"
+MODEL_GRAPH = "drafter_model.onnx"  # in the place of both where a language model drafts
 DRAFT_VOCAB_FILE = "draft_vocab.npy"  # [W] int64, beside the graphs where the drafter cannot propose every id
 SELECT_GRAPH = "prefix_select.onnx"
 
@@ -185,12 +192,14 @@ def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
 
 
 def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    where = (Binding(ROWS, "int64", ("T",)),) if dims.attention == "drafter" else row_group(CONTEXT)
+    where: tuple[Binding, ...] = ()
+    if dims.cache.num_layers:
+        of_rows = (Binding(ROWS, "int64", ("T",)),) if dims.attention == "drafter" else row_group(CONTEXT)
+        where = (Binding(POSITIONS, "int64", ("T",)), *of_rows)
     return (
         *((Binding(TAPS, dims.element_type, ("T", dims.tap_width)),) if dims.num_taps else ()),
         *((Binding(TOKEN_IDS, "int64", ("T",)),) if dims.ingested_ids != "none" else ()),
         *((Binding(LAST_TOKENS, "int64", ("R",)),) if dims.row_state_width else ()),
-        Binding(POSITIONS, "int64", ("T",)),
         *where,
         *caches(CONTEXT, dims),
     )
@@ -238,6 +247,28 @@ def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
             for cache in caches(CONTEXT, dims)
             for output in draft_cache_outputs(cache.name, dims)
         ),
+    )
+
+
+def model_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    return (
+        Binding(TOKEN_IDS, "int64", ("T",)),
+        Binding(POSITIONS, "int64", ("T",)),
+        Binding(LOGIT_ROWS, "int64", ("L",)),
+        Binding(PADDED_INDICES, "int64", ("T",)),
+        *row_group(CONTEXT),
+        Binding(TEMPERATURES, "float32", ("L",)),
+        Binding(UNIFORMS, "float32", ("L", 1)),
+        *caches(CONTEXT, dims),
+    )
+
+
+def model_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    return (
+        Binding(DRAFT_IDS, "int64", ("L", 1)),
+        Binding(DRAFT_LOGITS, "float32", ("L", 1, dims.vocab_size)),
+        Binding(CONFIDENCE_LOGITS, "float32", ("L", 1)),
+        *cache_outputs(CONTEXT, dims),
     )
 
 

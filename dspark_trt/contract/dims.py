@@ -11,7 +11,14 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec, DrafterSpec, IngestedIds, TargetSpec
+from dspark_trt.checkpoints.spec import (
+    BlockDrafterSpec,
+    DecoderSpec,
+    DrafterSpec,
+    IngestedIds,
+    LanguageModelSpec,
+    TargetSpec,
+)
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import EngineBuildError
 
@@ -87,6 +94,7 @@ class DrafterDims:
     ingested_ids: IngestedIds = "none"  # ids that `ingest` reads beside the taps
     row_state_width: int = 0  # numbers that are kept of a row's last ingested position: out of `ingest`, into `draft`
     is_sequential: bool = False  # a draft call writes the caches once for each slot, one after the other
+    mask_token_id: int | None = None  # of a language model: all slots in one call, of masks behind the anchor
 
     @property
     def tap_width(self) -> int:
@@ -125,7 +133,11 @@ def drafter_dims(
     num_draft_ids: int | None = None,
 ) -> DrafterDims:
     """A row has room for max_seq_len, the draft block behind it and, where ingest pads, the longest padded chunk."""
-    behind = max(spec.block_length, limits.max_batch_tokens) if attention == "standard" else spec.block_length
+    behind = spec.block_length
+    if attention == "standard":
+        behind = max(behind, limits.max_batch_tokens)
+    if attention == "gqa":  # a chunk and a block in one call
+        behind += limits.max_batch_tokens
     return DrafterDims(
         limits,
         _cache(spec.decoder, limits, limits.max_seq_len + behind, attention),
@@ -139,7 +151,13 @@ def drafter_dims(
         ingested_ids=spec.ingested_ids,
         row_state_width=spec.row_state_width,
         is_sequential=spec.is_sequential,
+        mask_token_id=spec.mask_token_id if isinstance(spec, LanguageModelSpec) else None,
     )
+
+
+def host_attention(spec: DrafterSpec) -> Attention:
+    """The form that a drafter takes on ONNX Runtime, where its head size allows it."""
+    return "gqa" if isinstance(spec, LanguageModelSpec) else "drafter"
 
 
 def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int, attention: Attention) -> CacheDims:
@@ -147,7 +165,7 @@ def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int, attention: At
         capacity = -(-capacity // TILE_POSITIONS) * TILE_POSITIONS
     shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
     heads = tuple((shape.num_kv_heads, shape.head_dim) for shape in shapes)
-    num_kv_heads, head_dim = heads[0]
+    num_kv_heads, head_dim = heads[0] if heads else (spec.num_kv_heads, spec.head_dim)
     of_layers = heads if len(set(heads)) > 1 else ()
     return CacheDims(spec.num_layers, limits.max_requests, num_kv_heads, capacity, head_dim, of_layers)
 

@@ -3,6 +3,7 @@
 | call | ONNX Runtime | TensorRT, and ONNX Runtime as a check |
 |---|---|---|
 | target, causal over packed tokens | `gqa` | `standard` |
+| drafter, a language model | `gqa` | – |
 | drafter, a block | `drafter` | `standard` |
 | drafter, slots one after the other | `drafter` | `standard` |
 | drafter, context that only enters the cache | `drafter` | `standard` |
@@ -17,6 +18,7 @@ import logging
 from typing import Protocol
 
 from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec
+from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
@@ -75,7 +77,7 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     A row verifies `gamma` drafts at most."""
     match dims.attention:
         case "gqa":
-            return GqaAttention(builder, spec, dims)
+            return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS)
         case "standard":
             return StandardCausalAttention(builder, spec, dims, gamma=gamma)
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
@@ -95,6 +97,16 @@ def block_attention(
         case "standard":
             return StandardBlockAttention(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
+
+
+def model_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> AttentionEmitter:
+    """For a language model that drafts: as the target's, of one row group."""
+    if dims.attention == "gqa":
+        return GqaAttention(builder, spec, dims.limits, (bindings.CONTEXT,))
+    raise ExportError(
+        f"head_dim: a language model that drafts needs a multiple of {_GQA_HEAD_DIM_MULTIPLE}, since the fallback of "
+        f"attention is not made for it, found {spec.head_dim}; use another drafter"
+    )
 
 
 def slot_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> SlotAttention:

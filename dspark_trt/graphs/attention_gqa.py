@@ -1,4 +1,4 @@
-"""`gqa`: causal attention of the target by `com.microsoft.GroupQueryAttention`, in place, for ONNX Runtime.
+"""`gqa`: causal attention of packed tokens by `com.microsoft.GroupQueryAttention`, in place, for ONNX Runtime.
 
 The operator takes right-padded queries (`query_seqlens`), appends the valid keys and values at each row's own length
 and attends over the row's live positions only. Rows without tokens say query length 0: their cache is not touched.
@@ -8,11 +8,13 @@ Shape letters: `T` packed tokens, `B` rows and `S` padded query length of a grou
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from onnx import TensorProto
 
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import TargetDims
+from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.limits import window_in_rows
 
@@ -22,11 +24,11 @@ _NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_len
 class GqaAttention:
     """One attention call per row group and layer."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims) -> None:
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, limits: EngineLimits, groups: Iterable[str]) -> None:
         self._builder = builder
         self._spec = spec
-        self._windows = [window_in_rows(spec, layer, dims.limits) for layer in range(spec.num_layers)]
-        self._groups = [_Group(builder, group) for group in bindings.TARGET_GROUPS]
+        self._windows = [window_in_rows(spec, layer, limits) for layer in range(spec.num_layers)]
+        self._groups = [_Group(builder, group) for group in groups]
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
@@ -53,7 +55,7 @@ class GqaAttention:
                 **score_attributes(spec, layer, window),
             )
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, spec.num_heads * shape.head_dim)))
-        slots = builder.op("Concat", *outputs, axis=0)
+        slots = builder.op("Concat", *outputs, axis=0) if len(outputs) > 1 else outputs[0]
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
 
 

@@ -90,7 +90,7 @@ class GraphBuilder:
         in the file, memory-mapped, where it would pack a constant again for every node that reads it.
         """
         known = self._initializers.setdefault(tensor.name, tensor)
-        assert known.data_type == tensor.data_type, f"{tensor.name} in two element types"
+        assert known == tensor, f"two tensors of the name {tensor.name}"
         if can_be_overridden:
             info = helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
             self._inputs[tensor.name] = info

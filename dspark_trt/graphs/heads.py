@@ -62,12 +62,21 @@ def emit_markov_head(
 
 
 def emit_draw(
-    builder: GraphBuilder, numbers: Numbers, *, logits: str, hidden: str, uniforms: str, vocab_size: int, top_n: int
+    builder: GraphBuilder,
+    numbers: Numbers,
+    *,
+    logits: str,
+    hidden: str,
+    uniforms: str,
+    vocab_size: int,
+    top_n: int,
+    anchors: str = bindings.ANCHOR_IDS,
 ) -> tuple[str, str]:
     """One slot that is drafted before the next one is computed, by a MarkovHead of one slot without a head.
 
     logits [R, W] and hidden [R, D] of the model's type, uniforms [R, 1] -> columns [R, 1] and the finite logits
-    [R, 1, W] that they were drawn from, float32. Raises ExportError when there are not more than `top_n` logits.
+    [R, 1, W] that they were drawn from, float32. Any `anchors` [R] will do: without a head they are not looked at.
+    Raises ExportError when there are not more than `top_n` logits.
     """
     check_top_n(vocab_size, top_n)
     form = MarkovHeadForm(
@@ -85,7 +94,7 @@ def emit_draw(
     inputs = [
         builder.op("Unsqueeze", logits, slot),
         builder.op("Unsqueeze", hidden, slot),
-        bindings.ANCHOR_IDS,
+        anchors,
         bindings.TEMPERATURES,
         uniforms,
     ]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -22,7 +22,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from dspark_trt.checkpoints.spec import TensorInfo, WeightStore
+from dspark_trt.checkpoints.spec import WeightStore
 from dspark_trt.contract.dims import FloatType
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import ONNX_TYPES
@@ -56,27 +56,6 @@ class TensorSource(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of that tensor in the checkpoint."""
         ...
-
-
-class SelectedRows:
-    """A store in which some tensors have chosen rows only, in a chosen order."""
-
-    def __init__(self, store: WeightStore, rows: Mapping[str, NDArray[np.int64]]) -> None:
-        self._store = store
-        self._rows = dict(rows)
-
-    def names(self) -> tuple[str, ...]:
-        return self._store.names()
-
-    def info(self, name: str) -> TensorInfo:
-        info = self._store.info(name)
-        if name not in self._rows:
-            return info
-        return TensorInfo(info.dtype, (len(self._rows[name]), *info.shape[1:]))
-
-    def array(self, name: str) -> NDArray[np.generic]:
-        array = self._store.array(name)
-        return array[self._rows[name]] if name in self._rows else array
 
 
 class WeightFolder:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dspark_trt.checkpoints.drafters.block import block_spec
 from dspark_trt.checkpoints.spec import BlockDrafterSpec, DrafterCheckpoint, Eagle3Spec, TargetCheckpoint, TargetSpec
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
 from dspark_trt.errors import CapacityError
@@ -49,7 +50,7 @@ def open_reference_engines(
     return (
         target_engine,
         ReferenceDraftEngine(
-            drafter.spec,
+            block_spec(drafter, "the reference of a drafter"),
             ReferenceWeights(drafter.weights, device),
             draft_ids=drafter.draft_ids,
             target_spec=target.spec,

@@ -24,12 +24,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, TargetSpec
+from dspark_trt.checkpoints.views import SelectedRows
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.contract.drafter_form import LOWEST, columns_of
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.session import Tensors
-from dspark_trt.graphs.weights import SelectedRows
 from dspark_trt.reference.attention import RowGroupAttention, causal_limits
 from dspark_trt.reference.model import ReferenceDecoder
 from dspark_trt.reference.sequential import SequentialStage

@@ -95,7 +95,8 @@ class SurvivalHistory:
         self._generation[rows] = generations
         self._sums[rows] = kept[:, None] * self._sums[rows] + survivals
         self._weights[rows] = kept * self._weights[rows] + 1.0
-        pooled = np.repeat(survivals, max(MIN_POOLED_BY_STEP // len(rows), 1), axis=0)[-NUM_POOLED:]
+        # none where others have moved into all of that step's rows
+        pooled = np.repeat(survivals, max(MIN_POOLED_BY_STEP // max(len(rows), 1), 1), axis=0)[-NUM_POOLED:]
         self._pool[(self._num_pooled + np.arange(len(pooled))) % NUM_POOLED] = pooled
         self._num_pooled += len(pooled)
         self._typical = None

@@ -11,7 +11,7 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.checkpoints.spec import NgramSpec
 from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
-from dspark_trt.contract.dims import CacheDims, FloatType, drafter_dims, target_dims
+from dspark_trt.contract.dims import CacheDims, FloatType, drafter_dims, host_attention, target_dims
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import CapacityError
@@ -46,7 +46,9 @@ def footprint(build_dir: Path) -> Footprint:
         ).cache
     ]
     if not isinstance(drafter, NgramSpec):
-        caches.append(drafter_dims(drafter, limits=limits, attention="standard" if on_device else "drafter").cache)
+        caches.append(
+            drafter_dims(drafter, limits=limits, attention="standard" if on_device else host_attention(drafter)).cache
+        )
     weights = [path for path in (build_dir / "graphs").iterdir() if path.suffix != ".json"]
     return Footprint(
         limits, sum(_bytes(cache, element_type) for cache in caches), sum(path.stat().st_size for path in weights)

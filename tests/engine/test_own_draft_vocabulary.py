@@ -13,10 +13,10 @@ from dspark_trt_plugins.markov_head.form import W2
 
 from dspark_trt.checkpoints.layout import HEAD
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.checkpoints.views import SelectedRows
 from dspark_trt.contract import bindings
 from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.scheduler import SchedulerConfig
-from dspark_trt.graphs.weights import SelectedRows
 from dspark_trt.reference.engines import open_reference_engines
 from dspark_trt.reference.sessions import TorchDraftSession
 from tests.engine.test_drafter_forms_in_loops import requests

@@ -22,8 +22,8 @@ from dspark_trt.contract.bindings import TARGET_GRAPH
 from dspark_trt.contract.dims import Attention
 from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm
 from dspark_trt.contract.precision import Precision
-from dspark_trt.contract.protocol import EngineLimits, TargetBatch
-from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeDraftEngine, OnnxRuntimeSettings, OnnxRuntimeTargetEngine
+from dspark_trt.contract.protocol import DraftEngine, EngineLimits, TargetBatch
+from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeSettings, OnnxRuntimeTargetEngine, open_draft_engine
 from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.target import write_target_graph
 
@@ -144,7 +144,7 @@ def open_pair(
     precision: Precision = "fp32",
     is_standard: bool = False,
     form: DrafterForm = PLAIN_DRAFTER,
-) -> tuple[OnnxRuntimeTargetEngine, OnnxRuntimeDraftEngine]:
+) -> tuple[OnnxRuntimeTargetEngine, DraftEngine]:
     """Write all graphs and open both engines."""
     engine = open_target(
         target,
@@ -164,7 +164,7 @@ def open_pair(
         attention="standard" if is_standard else "drafter",
         form=form,
     )
-    return engine, OnnxRuntimeDraftEngine(graphs, SETTINGS)
+    return engine, open_draft_engine(graphs, SETTINGS)
 
 
 def read_pair(target_folder: Path, drafter_folder: Path) -> tuple[TargetCheckpoint, DrafterCheckpoint]:

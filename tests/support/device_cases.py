@@ -21,7 +21,8 @@ from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.device.engines import DeviceEngines
-from dspark_trt.reference.engines import open_reference_engines
+from dspark_trt.reference.engines import ReferenceTargetEngine, open_reference_engines
+from dspark_trt.reference.weights import ReferenceWeights
 from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from tests.support.factories import write_drafter, write_target
@@ -122,7 +123,8 @@ def exact_probs(
     pair: Pair, prompt: tuple[int, ...], num_tokens: int, temperature: float
 ) -> dict[tuple[int, ...], float]:
     """The probability of every continuation, float64, from the oracle's logits of every beginning."""
-    target, _ = open_reference_engines(pair.target, pair.drafter, limits=LIMITS)
+    of_target = ReferenceWeights(pair.target.weights, "cpu")
+    target = ReferenceTargetEngine(pair.target.spec, of_target, taps=(), norm_last_tap=False, limits=LIMITS)
     probs: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(num_tokens):
         longer = {}

@@ -18,11 +18,11 @@ from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafte
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import (
-    FAMILY_NAMES,
     BlockDrafterSpec,
     DrafterCheckpoint,
     MarkovHeadType,
     TargetCheckpoint,
+    a_drafter,
 )
 from dspark_trt.errors import CheckpointError
 
@@ -35,9 +35,7 @@ _CONFIDENCE, _CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.
 def block_spec(drafter: DrafterCheckpoint, what: str) -> BlockDrafterSpec:
     """Raises CheckpointError where the drafter is of another family, which `what` is not for."""
     if not isinstance(drafter.spec, BlockDrafterSpec):
-        raise CheckpointError(
-            f"{what} is for block drafters (DSpark, DFlash), found an {FAMILY_NAMES[drafter.spec.kind]}"
-        )
+        raise CheckpointError(f"{what} is for block drafters (DSpark, DFlash), found {a_drafter(drafter.spec.kind)}")
     return drafter.spec
 
 

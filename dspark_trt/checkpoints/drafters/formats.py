@@ -54,10 +54,12 @@ def _other_format(values: dict[str, Any]) -> str | None:
         return f"the form of EAGLE-1 or 2 ({architecture})"
     if "Eagle" in architecture or "ttt_length" in values:
         return f"an EAGLE form that is not read ({architecture})"
-    if "Medusa" in architecture or "medusa_num_heads" in values or kind in ("medusa", "hydra"):
-        return "the Medusa format (heads on the last hidden state)"
+    if "Medusa" in architecture or kind == "medusa":
+        return f"a Medusa form that is not read ({architecture}; expected medusa_num_heads, or MedusaModel of vLLM)"
+    if "Hydra" in architecture or kind == "hydra" or "hydra_num_heads" in values:
+        return "the Hydra format (heads that see the drafts before them)"
     if "pard_token" in values or "Pard" in architecture or str(kind).startswith("pard"):
-        return "the PARD format (a language model with mask tokens)"
+        return f"a PARD form that is not read ({architecture}; expected a target family's, as LlamaForCausalLM)"
     if "MTP" in architecture or str(kind) in ("mtp", "fast_mtp", "fastmtp"):
         return f"the form of an MTP module ({architecture})"
     if kind is not None:

@@ -63,11 +63,13 @@ class OnnxRuntimeDraftEngine:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
         rows, past, query = int64(batch.rows, batch.past_lengths, batch.query_lengths)
         check_rows(self.limits, rows, past + query)
-        inputs = self._ingested(batch) | {bindings.POSITIONS: positions(past, query)}
-        if self._dims.attention == "drafter":
+        inputs = self._ingested(batch)
+        first_row, num_rows = 0, self.limits.max_requests
+        if self._dims.cache.num_layers:
+            inputs[bindings.POSITIONS] = positions(past, query)
+        if self._dims.attention == "drafter" and self._dims.cache.num_layers:
             inputs[bindings.ROWS] = np.repeat(rows, query)
-            first_row, num_rows = 0, self.limits.max_requests
-        else:
+        elif self._dims.cache.num_layers:
             check_tokens(self.limits, int(query.sum()))
             group = row_group(rows, past, query)
             inputs |= group_inputs(bindings.CONTEXT, group)

@@ -13,25 +13,39 @@ from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import target_dims_from_metadata
-from dspark_trt.contract.protocol import EngineLimits, TargetBatch, TargetOutput
+from dspark_trt.contract.protocol import DraftEngine, EngineLimits, TargetBatch, TargetOutput
 from dspark_trt.engines.capacity import check_rows, check_tokens
 from dspark_trt.engines.onnxruntime.arrays import cache_range, group_inputs, int64
 from dspark_trt.engines.onnxruntime.cache import CachePool
 from dspark_trt.engines.onnxruntime.drafter import OnnxRuntimeDraftEngine
+from dspark_trt.engines.onnxruntime.language_model import OnnxRuntimeLanguageModelEngine
 from dspark_trt.engines.onnxruntime.session import DEFAULT_SETTINGS, BoundArrays, GraphSession, OnnxRuntimeSettings
 from dspark_trt.engines.row_groups import RowGroup, positions, row_group
 
-__all__ = ["OnnxRuntimeDraftEngine", "OnnxRuntimeSettings", "OnnxRuntimeTargetEngine", "open_engines"]
+__all__ = [
+    "OnnxRuntimeDraftEngine",
+    "OnnxRuntimeSettings",
+    "OnnxRuntimeTargetEngine",
+    "open_draft_engine",
+    "open_engines",
+]
 
 
 def open_engines(
     graphs: Path, settings: OnnxRuntimeSettings = DEFAULT_SETTINGS
-) -> tuple[OnnxRuntimeTargetEngine, OnnxRuntimeDraftEngine]:
+) -> tuple[OnnxRuntimeTargetEngine, DraftEngine]:
     """Open the graphs of a build.
 
     Raises EnvironmentMissingError without onnxruntime, EngineBuildError when a graph cannot be opened.
     """
-    return OnnxRuntimeTargetEngine(graphs, settings), OnnxRuntimeDraftEngine(graphs, settings)
+    return OnnxRuntimeTargetEngine(graphs, settings), open_draft_engine(graphs, settings)
+
+
+def open_draft_engine(graphs: Path, settings: OnnxRuntimeSettings = DEFAULT_SETTINGS) -> DraftEngine:
+    """A language model has one graph, every other drafter two and more. Raises as `open_engines` does."""
+    if (graphs / bindings.MODEL_GRAPH).exists():
+        return OnnxRuntimeLanguageModelEngine(graphs, settings)
+    return OnnxRuntimeDraftEngine(graphs, settings)
 
 
 class OnnxRuntimeTargetEngine:

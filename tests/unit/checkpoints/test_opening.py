@@ -49,9 +49,9 @@ def refuse(path: Path, mode: str) -> None:
 
 def test_architecture_that_is_no_list_is_not_spelled_letter_by_letter(tmp_path: Path) -> None:
     target = write_target(tmp_path / "target")
-    drafter = write_drafter(tmp_path / "drafter", target, config_extra={"architectures": "LlamaForCausalLM"})
+    drafter = write_drafter(tmp_path / "drafter", target, config_extra={"architectures": "FalconForCausalLM"})
     of_target = read_target_spec(str(target))
-    with pytest.raises(CheckpointError, match=r"the format LlamaForCausalLM"):
+    with pytest.raises(CheckpointError, match=r"the format FalconForCausalLM"):
         read_drafter_spec(str(drafter), of_target)
 
 
