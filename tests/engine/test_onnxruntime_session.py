@@ -14,7 +14,7 @@ import pytest
 
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import METADATA_KEY
+from dspark_trt.contract.dims import METADATA_KEY, SCHEMA_VERSION
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeTargetEngine
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
@@ -80,9 +80,9 @@ def test_a_graph_of_another_version_is_refused(graphs: Path) -> None:
     path = graphs / bindings.TARGET_GRAPH
     model = onnx.load(path, load_external_data=False)
     (entry,) = (entry for entry in model.metadata_props if entry.key == METADATA_KEY)
-    entry.value = entry.value.replace('"schema_version": 2', '"schema_version": 99')
+    entry.value = entry.value.replace(f'"schema_version": {SCHEMA_VERSION}', '"schema_version": 99')
     path.write_bytes(model.SerializeToString())
-    with pytest.raises(EngineBuildError, match="version 2, found 99"):
+    with pytest.raises(EngineBuildError, match=f"version {SCHEMA_VERSION}, found 99"):
         OnnxRuntimeTargetEngine(graphs, SETTINGS)
 
 

@@ -21,6 +21,7 @@ FIELDS = {
     "token_ids",
     "finish_reason",
     "num_prompt_tokens",
+    "num_prompt_tokens_reused",
     "num_steps",
     "num_drafts_proposed",
     "num_drafts_verified",
