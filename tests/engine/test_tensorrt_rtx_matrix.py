@@ -95,7 +95,7 @@ def test_a_target_with_experts_and_windows_compiles(tmp_path: Path) -> None:
     target = write_by_transformers(tmp_path / "target", "qwen3_moe", **sizes, **experts, **windows)
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH])
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH], sms=(89,))
     counts = {"ATTENTION_INPUT": 6, "ATTENTION_OUTPUT": 6, "KV_CACHE_UPDATE": 12, "ROTARY_EMBEDDING": 3}
     assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
     assert facts[bindings.TARGET_GRAPH].warnings == ()
@@ -124,7 +124,7 @@ def test_graphs_of_an_eagle3_drafter_compile(tmp_path: Path) -> None:
     )
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
     graphs = [bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH]
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=graphs)
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=graphs, sms=(89,))
     assert counted_layers(facts) == {
         bindings.INGEST_GRAPH: {"KV_CACHE_UPDATE": 2, "ROTARY_EMBEDDING": 1},
         bindings.DRAFT_GRAPH: {"PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2},
