@@ -19,6 +19,8 @@ import numpy as np
 from dspark_trt.log import Progress
 
 NUM_SWEEPS = 9
+NUM_SWEEPS_IN_ANY_CASE = 5  # of these; the others only where they begin within
+MORE_SWEEPS_S = 90.0
 NUM_SWEEPS_OF_LONG_STEPS = 3
 LONG_STEP_MS = 150.0
 WARM_UP_SHARE = 1 / 3  # of a budget; what has had no turn by then is left out where it may be
@@ -67,9 +69,11 @@ def sweep(
     num_rounds, longest = num_warm_ups + NUM_SWEEPS, 0.0
     for index in range(num_rounds):
         begun = time.perf_counter()
-        if index > num_warm_ups and begun - started + longest > budget_s:
-            break
         counted = index - num_warm_ups
+        if counted > 0 and begun - started + longest > budget_s:
+            break
+        if counted >= NUM_SWEEPS_IN_ANY_CASE and begun - started > MORE_SWEEPS_S:
+            break
         keys = list(wanted)
         if counted >= 0:  # so that no call always follows the same one, nor shares a slow moment with the same ones
             random.shuffle(keys)

@@ -26,7 +26,13 @@ def test_how_far_prompts_may_stretch_a_step_reaches_the_loop(monkeypatch: pytest
 
     limits = SimpleNamespace(max_requests=4, max_seq_len=64)
     table = SimpleNamespace(provenance={"measured_at": "2026-12-01T00:00:00+00:00"})
-    deployment = SimpleNamespace(target=SimpleNamespace(limits=limits), gamma=3, step_table=table, make_loop=make_loop)
+    deployment = SimpleNamespace(
+        target=SimpleNamespace(limits=limits),
+        gamma=3,
+        step_table=table,
+        make_loop=make_loop,
+        recipe=SimpleNamespace(prefix_cache=True),
+    )
     monkeypatch.setattr(engine_model, "load_deployment", lambda folder, step_table: deployment)
     with pytest.raises(MadeLoopError) as made:
         EngineModel(
@@ -36,7 +42,7 @@ def test_how_far_prompts_may_stretch_a_step_reaches_the_loop(monkeypatch: pytest
             metric_family=MagicMock(),
             model_name="dspark",
         )
-    assert made.value.args == ({"max_stretch": 2.5},)
+    assert made.value.args == ({"max_stretch": 2.5, "prefix_cache": True},)
 
 
 def test_default_is_that_of_the_loop() -> None:

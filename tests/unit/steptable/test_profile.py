@@ -15,7 +15,17 @@ from dspark_trt.steptable import sweep as sweep_module
 from dspark_trt.steptable.doubts import doubts_of, steadier
 from dspark_trt.steptable.grid import context_grid, extra_grid, ingest_grid, padded_extra_grid, verification_batch
 from dspark_trt.steptable.profile import measure_calls
-from dspark_trt.steptable.sweep import NUM_SWEEPS, NUM_SWEEPS_OF_LONG_STEPS, Calls, Key, Timing, sweep, timings
+from dspark_trt.steptable.sweep import (
+    MORE_SWEEPS_S,
+    NUM_SWEEPS,
+    NUM_SWEEPS_IN_ANY_CASE,
+    NUM_SWEEPS_OF_LONG_STEPS,
+    Calls,
+    Key,
+    Timing,
+    sweep,
+    timings,
+)
 
 KEY: Key = ("step", 0, 1, 0)
 QUIET = Load(0.0, 0.5)
@@ -69,6 +79,13 @@ def test_prices_are_those_of_a_machine_as_busy_as_it_was() -> None:
     keys: list[Key] = [("step", 0, 1, extra) for extra in range(4)]
     busy = timings({key: [10.0, 10.0, 11.0, 11.0, 12.0] for key in keys})
     assert all(each.ms == pytest.approx(11.0) for each in busy.values())
+
+
+def test_a_slow_machine_is_timed_in_fewer_rounds(clock: Clock) -> None:
+    with_times(clock, [MORE_SWEEPS_S * 1e3 / 750] * 2000)  # a round takes a quarter of that time
+    keys: list[Key] = [("step", 0, 1, extra) for extra in range(200)]
+    sweep(dict.fromkeys(keys, clock.call), lambda fraction: None, synchronize=clock.synchronize, num_warm_ups=1)
+    assert clock.calls.count("call") == 200 * (1 + NUM_SWEEPS_IN_ANY_CASE)
 
 
 def test_no_round_times_its_calls_in_the_order_of_the_one_before(clock: Clock) -> None:
