@@ -6,6 +6,7 @@ files; and the table in docs/operations.md.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -188,8 +189,11 @@ def load_recipe(path: Path | None, overrides: dict[str, Any]) -> BuildRecipe:
         ) from None
 
 
-class _NoAliases(yaml.SafeLoader):
-    """A few lines of aliases of aliases stand for more than a memory holds."""
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML whose truth values are true and false alone, as in YAML 1.2: `off` is a word, and a value of several keys.
+
+    No aliases: a few lines of aliases of aliases stand for more than a memory holds.
+    """
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -198,9 +202,17 @@ class _NoAliases(yaml.SafeLoader):
         return node
 
 
+_BOOL = "tag:yaml.org,2002:bool"
+_RecipeLoader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_RecipeLoader.add_implicit_resolver(_BOOL, re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF"))
+
+
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        loaded = yaml.load(path.read_text(encoding="utf-8"), _NoAliases)
+        loaded = yaml.load(path.read_text(encoding="utf-8"), _RecipeLoader)
     except FileNotFoundError:
         raise RecipeError(f"recipe {path} does not exist; give --recipe an existing YAML file") from None
     except OSError as error:

@@ -74,7 +74,7 @@ def token_edits(processors: LogitProcessors, draft_ids: Sequence[int]) -> TokenE
         bias=np.zeros(len(ids), dtype=np.float32),
     )
     for token_id, bits in masked.items():
-        edits.masks[place.get(token_id, others.get(token_id, -1))] = bits
+        edits.masks[others[token_id] if token_id in others else place[token_id]] = bits
     for token_id, bias in params.logit_bias.items():
-        edits.bias[place.get(token_id, others.get(token_id, -1))] = bias
+        edits.bias[others[token_id] if token_id in others else place[token_id]] = bias
     return edits

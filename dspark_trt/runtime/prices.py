@@ -61,14 +61,14 @@ class StepPrices:
     def lookup_host(self, num_requests: int) -> float:
         """What a step that copies drafts, and drafts none, takes outside the engines beyond a plain one. The table does
         not know it: it begins as that of a step that drafts."""
-        whole = self.table.host_cost(num_requests, is_drafting=True)
-        extra = whole - self.table.host_cost(num_requests, is_drafting=False)
-        return extra * self._correction.factor("lookup_host", num_requests)
+        return self._more_host(num_requests) * self._correction.factor("lookup_host", num_requests)
 
     def drafting_host(self, num_requests: int) -> float:
         """What a step that drafts for so many requests takes outside the engines, beyond a plain one."""
         if not num_requests:
             return 0.0
+        return self._more_host(num_requests) * self._correction.factor("drafting_host", num_requests)
+
+    def _more_host(self, num_requests: int) -> float:
         whole = self.table.host_cost(num_requests, is_drafting=True)
-        extra = whole - self.table.host_cost(num_requests, is_drafting=False)
-        return extra * self._correction.factor("drafting_host", num_requests)
+        return whole - self.table.host_cost(num_requests, is_drafting=False)

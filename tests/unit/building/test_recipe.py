@@ -20,6 +20,19 @@ def test_options_win_over_the_file(tmp_path: Path) -> None:
     assert (recipe.max_requests, recipe.precision) == (4, "int8")
 
 
+@pytest.mark.parametrize("key", ["scheduler", "lookup", "cuda_graphs"])
+def test_off_is_a_word_in_a_recipe_and_no_truth_value(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"target: t\ndrafter: d\n{key}: off\n")
+    assert getattr(load_recipe(path, {}), key) == "off"
+
+
+def test_a_switch_in_a_recipe_is_true_or_false(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("target: t\ndrafter: d\nprefix_cache: false\n")
+    assert not load_recipe(path, {}).prefix_cache
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
