@@ -331,8 +331,11 @@ def a_drafter(kind: str) -> str:
 class NgramSpec:
     """No checkpoint: drafts are copied from each request's own text (prompt lookup, n-gram drafts)."""
 
-    gamma: int  # drafts copied at most
-    kind: Literal["ngram"] = "ngram"
+    lookahead: they are also taken from what the target predicted behind drafts that it rejected.
+    """
+
+    gamma: int  # drafts of a step at most
+    kind: Literal["ngram", "lookahead"] = "ngram"
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
@@ -347,6 +350,10 @@ DraftSource = DrafterSpec | NgramSpec  # what drafts: the content of checkpoints
 
 
 @dataclass(frozen=True, slots=True)
+SOURCES_OF_COPIES: dict[str, str] = {  # by `kind`
+    "ngram": "copied from each request's own text",
+    "lookahead": "from each request's own text and from what the target said of rejected drafts",
+}
 class TensorInfo:
     """Where a tensor lies. `file` and `offset` are set when its bytes stand contiguously in a file on disk."""
 

@@ -34,7 +34,7 @@ from dspark_trt.runtime.state import Phase, RequestState, new_state
 from dspark_trt.runtime.step_plan import StepPlan
 from dspark_trt.runtime.text_stream import Decode
 from dspark_trt.runtime.timed_calls import EngineCallFailed
-from dspark_trt.runtime.verification import Segment, offer_drafts, select_batch
+from dspark_trt.runtime.verification import Segment, harvest, offer_drafts, select_batch
 from dspark_trt.steptable.table import StepTable
 
 OnVerified = Callable[[Sequence[Segment], Any, DraftBlock | None], None]
@@ -60,6 +60,7 @@ class DecodingLoop:
         step_table: StepTable | None,
         calibration: Calibration,
         lookup: LookupAcceptance | None = None,
+        keeps_trajectories: bool = False,
         eos_token_ids: Sequence[int],
         decode: Decode,
         scheduler: SchedulerConfig,
@@ -71,7 +72,8 @@ class DecodingLoop:
 
         Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `lookup`: drafts may be copied
         from a request's own text, at most as many as `calibration` has slots; in mode auto beside the drafter, in every
-        mode without one. `step_engine`, over these very engines, drafts and verifies in one call; only mode
+        mode without one. keeps_trajectories: and be taken from what the target predicted behind drafts that it rejected
+        (lookahead). `step_engine`, over these very engines, drafts and verifies in one call; only mode
         lagged_budget knows early enough how much is verified. `acceptance`: accepts where the logits are; None: the
         runtime does it, slot by slot.
         max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
@@ -90,6 +92,7 @@ class DecodingLoop:
         self._limits = limits = target.limits
         self._eos_token_ids = tuple(eos_token_ids)
         self._decode = decode
+        self._keeps_trajectories = keeps_trajectories
         self._on_verified = on_verified
         self._rows: Rows[RequestState] = Rows(limits.max_requests)
         self._scheduling: Scheduling | None = None
@@ -158,6 +161,7 @@ class DecodingLoop:
             eos_token_ids=self._eos_token_ids,
             decode=self._decode,
             looks_up=self._scheduling is not None and self._scheduling.looks_up,
+            keeps_trajectories=self._keeps_trajectories,
         )
         self._states[request.request_id] = state
         self._queue.append(state)
@@ -207,6 +211,8 @@ class DecodingLoop:
         if self._scheduling is not None:
             self._scheduling.learn(plan, segments, results)
         self._emit(segments, results)
+        if self._keeps_trajectories:
+            harvest(segments, [result.num_accepted_drafts for result in results], output.logits)
         self._engines.keep_taps(segments, results, output)
 
     def check_integrity(self) -> None:
