@@ -27,6 +27,7 @@ from dspark_trt.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+SINK = "layers.{}.self_attn.attention_sink_bias"  # of a layer of a block drafter
 EXPERTS_UP, EXPERTS_DOWN = "mlp.experts.gate_up.weight", "mlp.experts.down.weight"  # of a layer
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -78,7 +79,8 @@ def _block_shapes(spec: BlockDrafterSpec) -> Shapes:
         shapes["confidence_head.proj.weight"] = (1, D + (r if spec.is_confidence_with_markov else 0))
     if spec.has_confidence_bias:
         shapes["confidence_head.proj.bias"] = (1,)
-    return shapes
+    with_sink = [layer for layer in range(spec.decoder.num_layers) if spec.attention_of(layer).has_sink]
+    return shapes | {SINK.format(layer): (spec.decoder.num_heads,) for layer in with_sink}
 
 
 def _eagle3_shapes(spec: Eagle3Spec) -> Shapes:

@@ -13,7 +13,8 @@ Canonical tensor names (no `model.` prefix, Hugging Face layout: Linear weights 
              layers.{i}.mlp.shared_expert.{gate,up,down}_proj.weight, layers.{i}.mlp.shared_expert_gate.weight [1, D]
     drafter  the same for its layers, plus fc.weight, hidden_norm.weight, markov_head.markov_w1.weight [V, r],
              markov_head.markov_w2.weight [V, r], markov_head.gate_proj.{weight,bias} (gated),
-             markov_head.joint_proj.{weight,bias} (rnn), confidence_head.proj.{weight,bias};
+             markov_head.joint_proj.{weight,bias} (rnn), confidence_head.proj.{weight,bias},
+             layers.{i}.self_attn.attention_sink_bias [N] where a layer has a sink;
              embed_tokens.weight and lm_head.weight only where they are the drafter's own; of a language model the
              names of a target; of Medusa heads.{i}.blocks.{j}.{weight,bias} and heads.{i}.lm_head.weight
 """
@@ -163,6 +164,7 @@ class BlockAttention:
     is_causal: bool = False  # inside the block; otherwise every slot sees all slots
     window: int | None = None  # how far back; None: the whole context
     window_from: Literal["slot", "anchor"] = "slot"  # slot: `window` positions, its own counted; anchor: of the context
+    has_sink: bool = False  # each head has one more logit in its softmax, which no position stands for
 
 
 PLAIN_ATTENTION = BlockAttention()
