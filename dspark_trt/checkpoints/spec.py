@@ -255,13 +255,15 @@ class Eagle3Spec(DrafterBase):
     """An EAGLE-3 drafter: one decoder layer that drafts a token after the other (arXiv 2503.01840).
 
     The feature of position t is `fc` of its taps; the layer reads it together with the embedding of the token at t + 1.
-    Behind the last position the drafter's own output takes the place of the feature.
+    Behind the last position the drafter's own output takes the place of the feature; with masks (DART), one vector that
+    was trained for it takes the place of feature and embedding, and all drafts come from one pass.
     """
 
     kind: Literal["eagle3"] = "eagle3"
     is_residual_normed: bool = False  # norm_before_residual: the residual stream starts behind hidden_norm
     is_output_normed: bool = False  # norm_output: the next step is fed what the final norm makes of this one's output
     tap_norm: Literal["none", "each", "joint"] = "none"  # of the taps before fc: fc_norm, norm_before_fc
+    is_masked: bool = False  # DART: behind the first slot stand masks, and no draft is read; the head's norm acts twice
 
     @property
     def ingested_ids(self) -> IngestedIds:
@@ -331,7 +333,7 @@ def a_drafter(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NgramSpec:
-    """No checkpoint: drafts are copied from each request's own text (prompt lookup, n-gram drafts)."""
+    """No checkpoint: drafts are copied from each request's own text (prompt lookup, n-gram drafts).
 
     lookahead: they are also taken from what the target predicted behind drafts that it rejected.
     """
@@ -348,14 +350,14 @@ class NgramSpec:
         return 0
 
 
-DraftSource = DrafterSpec | NgramSpec  # what drafts: the content of checkpoints/drafter.json
-
-
-@dataclass(frozen=True, slots=True)
 SOURCES_OF_COPIES: dict[str, str] = {  # by `kind`
     "ngram": "copied from each request's own text",
     "lookahead": "from each request's own text and from what the target said of rejected drafts",
 }
+DraftSource = DrafterSpec | NgramSpec  # what drafts: the content of checkpoints/drafter.json
+
+
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """Where a tensor lies. `file` and `offset` are set when its bytes stand contiguously in a file on disk."""
 

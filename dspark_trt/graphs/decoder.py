@@ -63,11 +63,15 @@ class DecoderParts:
         with self._builder.scope(f"layers.{layer}"):
             normed = self.norm(x, f"layers.{layer}.input_layernorm")
             attended = attention.attend(layer, self.query_key(layer, normed), self.value(layer, normed))
-            if self._spec.gemma is not None:
-                return self._gemma_halves(layer, x, attended)
-            x = self._builder.op("Add", x, self.attention_output(layer, attended))
-            mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm"))
-            return self._builder.op("Add", x, mlp)
+            return self.layer_output(layer, x, attended)
+
+    def layer_output(self, layer: int, x: str, attended: str) -> str:
+        """What the layer makes of its residual stream [T, D], once attention [T, N * H] is there: [T, D]."""
+        if self._spec.gemma is not None:
+            return self._gemma_halves(layer, x, attended)
+        x = self._builder.op("Add", x, self.attention_output(layer, attended))
+        mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm"))
+        return self._builder.op("Add", x, mlp)
 
     def _gemma_halves(self, layer: int, x: str, attended: str) -> str:
         """Both halves of a layer, each with a norm before and behind, and the scale of the layer's output."""
