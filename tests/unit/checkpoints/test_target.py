@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dspark_trt.checkpoints.layout import check_finite
+from dspark_trt.checkpoints.checks import check_finite
 from dspark_trt.checkpoints.rope import yarn_mscale
 from dspark_trt.checkpoints.spec import GenerationDefaults, RopeSpec
 from dspark_trt.checkpoints.spec_json import spec_to_json, target_spec_from_json
