@@ -6,8 +6,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
+from dspark_trt.packaging.model_configs import model_configs
 from dspark_trt.packaging.pbtxt import Tensor, read_parameter
-from dspark_trt.packaging.signature import ENSEMBLE, POSTPROCESSING, PREPROCESSING, model_configs
+from dspark_trt.packaging.signature import ENSEMBLE, POSTPROCESSING, PREPROCESSING
 
 NAMES = ("ensemble", "preprocessing", "dspark", "postprocessing")
 
