@@ -1,6 +1,6 @@
 """How verify lengths are chosen: one language for recipes, commands and the server.
 
-off | fixed | fixed:K | threshold:C | early_stop | lagged_budget
+auto | off | fixed | fixed:K | threshold:C | early_stop | lagged_budget
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SchedulerConfig:
 
 
 def parse_scheduler(text: str) -> SchedulerConfig:
-    """`early_stop`, `lagged_budget`, `off`, `fixed` (gamma drafts), `fixed:K` or `threshold:C`.
+    """`auto`, `early_stop`, `lagged_budget`, `off`, `fixed` (gamma drafts), `fixed:K` or `threshold:C`.
 
     Raises RecipeError.
     """

@@ -230,11 +230,11 @@ class EngineCalls:
     def _record_draft(self, states: Sequence[RequestState], block: DraftBlock) -> None:
         self.record.num_drafts_proposed += block.draft_ids.size
         for state in states:
-            state.statistics.draft_ms += self.record.draft_ms
+            state.took_part(draft_ms=self.record.draft_ms)
 
     def _record_verification(self, plan: StepPlan) -> None:
         for state in plan.states:
-            state.statistics.verify_ms += self.record.verify_ms
+            state.took_part(verify_ms=self.record.verify_ms)
 
     def _copy(self, source: int, destination: int, lengths: Sequence[int], states: Sequence[RequestState]) -> None:
         with timed_call(self.record, "copy_ms", states):

@@ -92,6 +92,11 @@ class StepRecord:
     copy_ms: float = 0.0  # KV rows moved, and prefixes copied from one to another
     total_ms: float = 0.0
 
+    def add_emitted(self, num_tokens: int, num_accepted_drafts: int) -> None:
+        """One request was given tokens. Accepted drafts behind the end of its text are not counted."""
+        self.num_tokens_emitted += num_tokens
+        self.num_drafts_accepted += min(num_accepted_drafts, num_tokens)
+
     @property
     def outside_ms(self) -> float:
         """The step outside the two engines."""
