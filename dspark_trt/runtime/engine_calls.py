@@ -221,8 +221,7 @@ class EngineCalls:
     def _record_batch(self, plan: StepPlan, num_drafts: int) -> None:
         record = self.record
         record.num_requests, record.num_prefill_tokens = len(plan.decode), plan.num_prefill_tokens
-        record.num_drafting, record.num_explored = plan.num_drafting, int(np.count_nonzero(plan.is_explored))
-        record.num_looking_up = len(plan.lookups)
+        record.num_drafting, record.num_looking_up = plan.num_drafting, len(plan.lookups)
         record.num_drafts_proposed += sum(len(lookup.draft_ids) for lookup in plan.lookups)
         record.num_drafts_verified = num_drafts
         record.batch_tokens = record.num_prefill_tokens + record.num_requests + num_drafts

@@ -133,7 +133,6 @@ class DecodingLoop:
         Raises RequestError when the request is not acceptable; nothing is queued then.
         """
         self._queue.submit(request)
-        self.totals.num_submitted += 1
 
     def cancel(self, request_id: str) -> bool:
         """End a request at the beginning of the next step. False when no request of this id waits or runs."""

@@ -79,7 +79,6 @@ class StepRecord:
     batch_tokens: int = 0  # B: prefill tokens + sum(1 + verify_len)
     num_drafting: int = 0  # requests that the drafter drafted for
     num_looking_up: int = 0  # requests whose drafts were copied from their own text
-    num_explored: int = 0  # of these, in order to learn
     num_ingested_tokens: int = 0
     num_drafts_proposed: int = 0
     num_drafts_verified: int = 0
@@ -107,7 +106,6 @@ class StepRecord:
 class LoopTotals:
     """Counters since the start of the loop; they never fall."""
 
-    num_submitted: int = 0
     num_finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     num_rows_moved: int = 0
     num_steps: int = 0

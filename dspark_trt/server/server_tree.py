@@ -72,8 +72,8 @@ class ServerTree:
         return environment
 
 
-def find_server(cache: Path | None = None) -> ServerTree:
-    """The tritonserver on PATH, else the private tree in `cache` (default_cache_folder()), assembled if need be.
+def find_server() -> ServerTree:
+    """The tritonserver on PATH, else the private tree in `default_cache_folder()`, assembled if need be.
 
     Raises EnvironmentMissingError when the wheel cannot be had or a library that the server loads is missing.
     """
@@ -87,7 +87,7 @@ def find_server(cache: Path | None = None) -> ServerTree:
             "run dspark-trt under that one (make PYTHON=python3.12), or put a tritonserver on PATH"
         )
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    root = (cache or default_cache_folder()) / f"tritonserver-{WHEEL.version}-py{python}"
+    root = default_cache_folder() / f"tritonserver-{WHEEL.version}-py{python}"
     assemble(root, lambda scratch, contents: _fill(scratch, contents, python), TREE_DIGESTS[python])
     tree = ServerTree(root / _SERVER / "bin/tritonserver", root / _SERVER / "backends", root / "python")
     _check_libraries(tree, python)

@@ -94,20 +94,22 @@ def check_prompt_bytes(name: str, num_bytes: int, max_seq_len: int) -> None:
         )
 
 
-def check_stop_words(words: Sequence[str], name: str = "stop_words") -> None:
-    check_words(name, words, max_words=MAX_STOP_WORDS, max_characters=MAX_STOP_WORD_CHARACTERS)
+def check_stop_words(words: Sequence[str]) -> None:
+    check_words("stop_words", words, max_words=MAX_STOP_WORDS, max_characters=MAX_STOP_WORD_CHARACTERS)
 
 
-def check_bad_words(words: Sequence[str], name: str = "bad_words") -> None:
-    check_words(name, words, max_words=MAX_BAD_WORDS, max_characters=MAX_BAD_WORD_CHARACTERS)
+def check_bad_words(words: Sequence[str]) -> None:
+    check_words("bad_words", words, max_words=MAX_BAD_WORDS, max_characters=MAX_BAD_WORD_CHARACTERS)
 
 
-def check_bad_word_ids(sequences: Iterable[Sequence[int]], name: str = "bad_words") -> None:
-    check_count(name, sum(map(len, sequences)), MAX_BAD_WORD_IDS, "token ids in all words, every spelling counted")
+def check_bad_word_ids(sequences: Iterable[Sequence[int]]) -> None:
+    check_count(
+        "bad_words", sum(map(len, sequences)), MAX_BAD_WORD_IDS, "token ids in all words, every spelling counted"
+    )
 
 
-def check_logit_bias(num_entries: int, name: str = "logit_bias") -> None:
-    check_count(name, num_entries, MAX_LOGIT_BIASES, "entries")
+def check_logit_bias(num_entries: int) -> None:
+    check_count("logit_bias", num_entries, MAX_LOGIT_BIASES, "entries")
 
 
 def retry_hint(seconds: float) -> str:
