@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dspark_trt.packaging.pbtxt import ANY, EnsembleStep, ModelConfig, Tensor
+from dspark_trt.packaging.pbtxt import ANY, EnsembleStep, ModelConfig, TritonTensor
 from dspark_trt.packaging.signature import (
     ENGINE_FIELDS,
     ENGINE_ONLY_INPUTS,
@@ -21,14 +21,14 @@ from dspark_trt.packaging.signature import (
 _PREPROCESSING_TRIGGER = Field("max_tokens", "INT32", step_name="REQUEST_OUTPUT_LEN")
 
 _POSTPROCESSING_INPUTS = (
-    Tensor("TEXT", "STRING"),
-    Tensor("HANDLE", "INT64"),
-    Tensor("NUMBERS", "FP64", (ANY,)),
-    Tensor("LOG_PROBS", "FP32", (ANY, ANY)),
-    Tensor("FINISH_REASON", "STRING"),
+    TritonTensor("TEXT", "STRING"),
+    TritonTensor("HANDLE", "INT64"),
+    TritonTensor("NUMBERS", "FP64", (ANY,)),
+    TritonTensor("LOG_PROBS", "FP32", (ANY, ANY)),
+    TritonTensor("FINISH_REASON", "STRING"),
 )
 # without a batch dimension where clients read output[0]
-_POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "STRING", (ANY,)), *PUBLIC_OUTPUTS)
+_POSTPROCESSING_OUTPUTS = (TritonTensor("OUTPUT", "STRING", (ANY,)), *PUBLIC_OUTPUTS)
 
 
 def model_configs(
@@ -49,10 +49,10 @@ def model_configs(
     engine = ModelConfig(
         name=engine_model_name,
         inputs=(
-            Tensor("input_ids", "INT32", (ANY,)),
-            Tensor("input_lengths", "INT32"),
+            TritonTensor("input_ids", "INT32", (ANY,)),
+            TritonTensor("input_lengths", "INT32"),
             *(field.step_tensor() for field in ENGINE_FIELDS),
-            Tensor("bad_words_list", "INT32", (2, ANY), is_optional=True),
+            TritonTensor("bad_words_list", "INT32", (2, ANY), is_optional=True),
             *ENGINE_ONLY_INPUTS,
         ),
         outputs=(*ENGINE_OUTPUTS, PACKED),
@@ -83,7 +83,7 @@ def model_configs(
     ensemble = ModelConfig(
         name=ENSEMBLE,
         inputs=tuple(field.ensemble_tensor() for field in (*PREPROCESSING_FIELDS, *ENGINE_FIELDS)),
-        outputs=(Tensor("text_output", "STRING", (ANY,)), *PUBLIC_OUTPUTS),
+        outputs=(TritonTensor("text_output", "STRING", (ANY,)), *PUBLIC_OUTPUTS),
         steps=(
             EnsembleStep(
                 PREPROCESSING,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dspark_trt.packaging.pbtxt import ANY, DataType, Tensor
+from dspark_trt.packaging.pbtxt import ANY, DataType, TritonTensor
 
 ENSEMBLE = "ensemble"
 PREPROCESSING = "preprocessing"
@@ -27,11 +27,11 @@ class Field:
     dims: tuple[int, ...] = (1,)
     step_name: str = ""  # "": the same
 
-    def ensemble_tensor(self) -> Tensor:
-        return Tensor(self.name, self.data_type, self.dims, is_optional=True)
+    def ensemble_tensor(self) -> TritonTensor:
+        return TritonTensor(self.name, self.data_type, self.dims, is_optional=True)
 
-    def step_tensor(self) -> Tensor:
-        return Tensor(self.step_name or self.name, self.data_type, self.dims, is_optional=True)
+    def step_tensor(self) -> TritonTensor:
+        return TritonTensor(self.step_name or self.name, self.data_type, self.dims, is_optional=True)
 
 
 # Fields that preprocessing turns into token ids.
@@ -106,44 +106,44 @@ def _alias_fields() -> tuple[Field, ...]:
 ENGINE_FIELDS = (*_OWN_ENGINE_FIELDS, *_alias_fields())
 
 PREPROCESSING_OUTPUTS = (
-    Tensor("INPUT_ID", "INT32", (ANY,)),
-    Tensor("REQUEST_INPUT_LEN", "INT32"),
-    Tensor("BAD_WORDS_IDS", "INT32", (2, ANY)),
+    TritonTensor("INPUT_ID", "INT32", (ANY,)),
+    TritonTensor("REQUEST_INPUT_LEN", "INT32"),
+    TritonTensor("BAD_WORDS_IDS", "INT32", (2, ANY)),
 )
 
 # Inputs of the engine model that no field of the ensemble fills.
 ENGINE_ONLY_INPUTS = (
-    Tensor("stop_words_list", "INT32", (2, ANY), is_optional=True),
-    Tensor("stop", "BOOL", is_optional=True),
-    Tensor("stop_handle", "INT64", is_optional=True),  # only here: the handle of the request to stop
-    Tensor("num_top_log_probs", "INT32", is_optional=True),  # only here: how many alternatives to each token
+    TritonTensor("stop_words_list", "INT32", (2, ANY), is_optional=True),
+    TritonTensor("stop", "BOOL", is_optional=True),
+    TritonTensor("stop_handle", "INT64", is_optional=True),  # only here: the handle of the request to stop
+    TritonTensor("num_top_log_probs", "INT32", is_optional=True),  # only here: how many alternatives to each token
 )
 
 ENGINE_OUTPUTS = (
-    Tensor("output_ids", "INT32", (ANY, ANY)),
-    Tensor("sequence_length", "INT32", (ANY,)),
-    Tensor("text", "STRING"),  # only here: detokenisation needs the state of the request
-    Tensor("handle", "INT64"),  # only here
-    Tensor("cum_log_probs", "FP32", (ANY,)),
-    Tensor("output_log_probs", "FP32", (ANY, ANY)),
-    Tensor("top_token_ids", "INT32", (ANY, ANY)),  # only here: alternatives to each token
-    Tensor("top_log_probs", "FP32", (ANY, ANY)),
-    Tensor("batch_index", "INT32"),
-    Tensor("sequence_index", "INT32"),
-    Tensor("num_input_tokens", "INT32"),
-    Tensor("num_output_tokens", "INT32"),  # of this response
-    Tensor("finish_reason", "STRING"),  # only here: empty before the last response
+    TritonTensor("output_ids", "INT32", (ANY, ANY)),
+    TritonTensor("sequence_length", "INT32", (ANY,)),
+    TritonTensor("text", "STRING"),  # only here: detokenisation needs the state of the request
+    TritonTensor("handle", "INT64"),  # only here
+    TritonTensor("cum_log_probs", "FP32", (ANY,)),
+    TritonTensor("output_log_probs", "FP32", (ANY, ANY)),
+    TritonTensor("top_token_ids", "INT32", (ANY, ANY)),  # only here: alternatives to each token
+    TritonTensor("top_log_probs", "FP32", (ANY, ANY)),
+    TritonTensor("batch_index", "INT32"),
+    TritonTensor("sequence_index", "INT32"),
+    TritonTensor("num_input_tokens", "INT32"),
+    TritonTensor("num_output_tokens", "INT32"),  # of this response
+    TritonTensor("finish_reason", "STRING"),  # only here: empty before the last response
     # Speculation, on the last response; 0 before.
-    Tensor("acceptance_rate", "FP32"),  # accepted / verified drafts
-    Tensor("total_draft_tokens", "INT32"),  # verified
-    Tensor("total_accepted_draft_tokens", "INT32"),
-    Tensor("num_steps", "INT32"),  # only here: verification steps
-    Tensor("num_cached_tokens", "INT32"),  # only here: of the prompt, reused from another request; on the last response
+    TritonTensor("acceptance_rate", "FP32"),  # accepted / verified drafts
+    TritonTensor("total_draft_tokens", "INT32"),  # verified
+    TritonTensor("total_accepted_draft_tokens", "INT32"),
+    TritonTensor("num_steps", "INT32"),  # only here: verification steps
+    TritonTensor("num_cached_tokens", "INT32"),  # only here: prompt tokens reused, on the last response
 )
 
 # What the ensemble takes from the engine model: few tensors, because each costs time in the engine's process. The
 # numbers of a response travel in one, in this order; postprocessing gives each its public name, shape and type.
-PACKED = Tensor("numbers", "FP64", (ANY,))
+PACKED = TritonTensor("numbers", "FP64", (ANY,))
 PACKED_OUTPUTS = (
     "cum_log_probs",
     "batch_index",
