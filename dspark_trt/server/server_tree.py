@@ -1,8 +1,6 @@
 """A tritonserver to start: the one on PATH, or a private tree unpacked from the `nvidia-pytriton` wheel.
 
-The wheel is the one place on PyPI that carries the Triton server itself. Only its files are wanted: it pins numpy < 2,
-so it is downloaded without its dependencies and unpacked into a cache folder, never installed into the environment. The
-tree keeps the wheel's own layout, because its libraries are found relative to each binary:
+The tree keeps the wheel's own layout, because its libraries are found relative to each binary (ADR 5 says why a wheel):
 
     <cache>/tritonserver-<wheel version>-py<X.Y>/
         pytriton/tritonserver/bin/tritonserver
@@ -10,9 +8,7 @@ tree keeps the wheel's own layout, because its libraries are found relative to e
         nvidia_pytriton.libs/                     the libraries of all of them
         python/                                   numpy 1.26, for the models in the server only
 
-The last one because this server's Python backend was compiled against numpy 1: under numpy 2 it reads every tensor with
-a stride of zero (repaired upstream one release later). The interpreter that the backend embeds ignores PYTHONPATH but
-looks into its working directory first, so the server runs in that folder; everything else comes from the environment.
+The server runs in the last folder: the interpreter that its backend embeds ignores PYTHONPATH, but looks there first.
 """
 
 from __future__ import annotations
