@@ -10,6 +10,8 @@ from typing import Literal, get_args
 
 from dspark_trt.errors import RecipeError
 
+DEFAULT_MAX_STRETCH = 4.0  # a step that reads prompts beside answers takes at most so many times a plain one
+
 SchedulerMode = Literal["off", "fixed", "threshold", "early_stop", "lagged_budget", "auto"]
 
 

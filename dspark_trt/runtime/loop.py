@@ -13,7 +13,7 @@ from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
-from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.contract.scheduler import DEFAULT_MAX_STRETCH, SchedulerConfig
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock, with_lookups
 from dspark_trt.runtime.emission import Emission, emit_end, emit_result
@@ -34,7 +34,6 @@ from dspark_trt.runtime.verification import Segment
 from dspark_trt.steptable.table import StepTable
 
 OnVerified = Callable[[Sequence[Segment], Any, DraftBlock | None], None]
-DEFAULT_MAX_STRETCH = 4.0
 ENGINE_FAILED = "the engine failed while it worked on this request; send the request again"
 
 

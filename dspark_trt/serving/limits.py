@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dspark_trt.contract.scheduler import DEFAULT_MAX_STRETCH
 from dspark_trt.errors import RecipeError, RequestError
 
 MAX_PROMPT_BYTES_PER_TOKEN = (
@@ -37,7 +38,7 @@ class AdmissionLimits:
     max_queue_s: float = 300.0  # that a request waits for a row
     default_timeout_s: float = 3600.0  # from arrival to the last token, where the request has no `timeout_ms`
     max_tokens: int | None = None  # a larger `max_tokens` of a request is cut to it
-    max_stretch: float = 4.0  # a step that reads prompts beside answers takes at most so many times a plain one
+    max_stretch: float = DEFAULT_MAX_STRETCH  # of a step that reads prompts beside answers
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
