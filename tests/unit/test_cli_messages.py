@@ -124,6 +124,20 @@ def test_dry_run_prints_the_plan_and_writes_nothing(pair: list[str], tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_plan_reads_as_the_transcript_of_the_documentation_does(pair: list[str], tmp_path: Path) -> None:
+    """Numbers, units and machines differ; words do not."""
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    recorded = page.partition("--dry-run\n")[2].partition("\n\n")[0]
+    printed = run("build", *pair, *LIMITS, "--output", str(tmp_path / "out"), "--dry-run").stdout
+
+    def words(text: str, line: str) -> list[str]:
+        (found,) = (each.split() for each in text.splitlines() if each.split()[:1] == [line])
+        return [word for word in (each.strip(",:") for each in found) if word.isalpha() and word.islower()]
+
+    for line in ("limits", "scheduler", "memory", "disk"):
+        assert words(recorded, line) == words(printed, line), line
+
+
 def test_drafter_typo_costs_no_look_at_the_target(pair: list[str], tmp_path: Path) -> None:
     command = ["build", "--target", "no-such-owner/no-such-model", "--drafter", "./no/such/drafter", "--output"]
     result = run(*command, str(tmp_path / "out"))
@@ -165,32 +179,42 @@ def test_build_that_no_disk_holds_is_refused(pair: list[str], tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+signals = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+
+
+def interrupted(patch: str, arguments: list[str], number: signal.Signals) -> tuple[int, str]:
+    """Exit status and standard error of a command that gets the signal where `patch` makes it print "here"."""
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, "
+        "signal.SIG_DFL); import sys, time; wait = lambda *a, **k: (print('here', flush=True), time.sleep(60)); "
+        f"{patch}; sys.argv = ['dspark-trt', *{arguments!r}]; from dspark_trt.cli import main; main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    return process.returncode, said
+
+
+@signals
 def test_signals_end_a_build_with_a_word_and_nothing_half_written(
     number: signal.Signals, pair: list[str], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    code = (
-        "import sys, time, dspark_trt.building.stages as stages; "
-        "stages.write_target_graph = lambda *a, **k: (print('writing', flush=True), time.sleep(60)); "
-        f"sys.argv = ['dspark-trt', 'build', *{[*pair, *LIMITS, '--output', str(output)]!r}]; "
-        "from dspark_trt.cli import main; main()"
-    )
-    started = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, "
-        "signal.SIG_DFL); "
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", started + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
+    patch = "import dspark_trt.building.stages as stages; stages.write_target_graph = wait"
+    status, said = interrupted(patch, ["build", *pair, *LIMITS, "--output", str(output)], number)
+    assert status == 128 + number
     assert said.rstrip().endswith("interrupted")
     assert [path.name for path in output.iterdir() if path.name.endswith(".partial")] == []
     assert (output / "checkpoints").is_dir()
+
+
+@signals
+def test_signals_end_a_generation_with_a_word(number: signal.Signals, built: Path) -> None:
+    patch = "from dspark_trt.runtime.loop import DecodingLoop; DecodingLoop.step = wait"
+    status, said = interrupted(patch, ["generate", str(built), "--prompt", "a"], number)
+    assert (status, said.rstrip().rpartition("\n")[2]) == (128 + number, "interrupted")
 
 
 @pytest.mark.parametrize("command", ["serve", "inspect"])
