@@ -5,43 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.factories import write_drafter, write_target
+from tests.unit.conftest import LIMITS
 from tests.unit.test_cli import run
-
-LIMITS = ["--max-requests", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True)
-    drafter = write_drafter(folder / "drafter", target)
-    return ["--target", str(target), "--drafter", str(drafter)]
-
-
-@pytest.fixture(scope="module")
-def built(pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("built") / "out"
-    result = run("build", *pair, *LIMITS, "--output", str(output), "--json")
-    assert result.returncode == 0, result.stderr
-    described = json.loads(result.stdout)
-    assert described["stages"][0]["stage"] == "checkpoints"
-    assert (described["backend"], described["precision"]) == ("onnxruntime", "fp32")
-    return output
-
-
-@pytest.fixture
-def copied(built: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built, tmp_path / "copy", symlinks=True))
 
 
 def test_version_alone_is_an_answer() -> None:
@@ -215,69 +187,6 @@ def test_signals_end_a_generation_with_a_word(number: signal.Signals, built: Pat
     patch = "from dspark_trt.runtime.loop import DecodingLoop; DecodingLoop.step = wait"
     status, said = interrupted(patch, ["generate", str(built), "--prompt", "a"], number)
     assert (status, said.rstrip().rpartition("\n")[2]) == (128 + number, "interrupted")
-
-
-@pytest.mark.parametrize("command", ["serve", "inspect"])
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("emptied outputs", "manifest.json was edited"),
-        ("edited recipe", "manifest.json was edited"),
-        ("no graph", "is missing"),
-        ("no repository", "is missing"),
-        ("strings", "step_table.json: step_ms"),
-        ("nan", "step_ms: expected milliseconds >= 0, found nan"),
-        ("negative", "step_ms: expected milliseconds >= 0, found -1.0"),
-        ("no values", "step_ms: expected"),
-    ],
-)
-def test_damaged_builds_are_refused_with_code_4_before_anything_starts(
-    command: str, damage: str, message: str, copied: Path
-) -> None:
-    spoil(copied, damage)
-    started = time.monotonic()
-    result = run(command, str(copied))
-    assert result.returncode == 4, result.stderr
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert time.monotonic() - started < 30
-
-
-def spoil(build: Path, damage: str) -> None:
-    def edit(path: Path, **changes: object) -> None:
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    match damage:
-        case "emptied outputs":
-            edit(build / "graphs" / "manifest.json", outputs={})
-        case "edited recipe":
-            path = build / "manifest.json"
-            data = json.loads(path.read_text())
-            edit(path, recipe=data["recipe"] | {"max_requests": 64})
-        case "no graph":
-            next((build / "graphs").glob("*.onnx")).unlink()
-        case "no repository":
-            (build / "triton_model_repo" / "ensemble" / "config.pbtxt").unlink()
-        case _:
-            spoil_step_table(build, damage)
-
-
-def filled(values: object, value: object) -> object:
-    return [filled(each, value) for each in values] if isinstance(values, list) else value
-
-
-def spoil_step_table(build: Path, damage: str) -> None:
-    """As someone would who edits the table and mends the manifests that tell."""
-    from dspark_trt.building.manifest import FileRecord, read_manifest, write_manifest
-
-    path = build / "steptable" / "step_table.json"
-    data = json.loads(path.read_text())
-    values = {"strings": "fast", "nan": float("nan"), "negative": -1.0}
-    data["step_ms"] = [] if damage == "no values" else filled(data["step_ms"], values[damage])
-    path.write_text(json.dumps(data))
-    manifest = read_manifest(path.parent)
-    outputs = manifest.outputs | {path.name: FileRecord.of(path)}
-    write_manifest(path.parent, manifest.model_copy(update={"outputs": outputs}))
 
 
 @pytest.mark.parametrize(
