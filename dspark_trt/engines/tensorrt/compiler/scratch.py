@@ -78,9 +78,9 @@ def _padded(
     """Queries and their answers, and new keys and values, of every row group: [B, heads, S, H]."""
     groups = [name.removeprefix("B_") for name in extents if name.startswith("B_")]
     heads = [each.form.num_heads for each in operations_in(model) if isinstance(each, RowAttentionOperation)]
-    block_length = dims.block_length if isinstance(dims, DrafterDims) else 1
+    slots = dims.block_length if isinstance(dims, DrafterDims) else 1
     for group in groups:
-        rows, length = extents[f"B_{group}"], extents.get(f"S_{group}", block_length)
+        rows, length = extents[f"B_{group}"], extents.get(f"S_{group}", slots)
         for count in (*[max(heads)] * 2, *[dims.cache.num_kv_heads] * 2) if heads else [dims.cache.num_kv_heads] * 2:
             yield rows, count, length, dims.cache.head_dim
 
