@@ -24,6 +24,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
+from dspark_trt.checkpoints.checks import check_tensors
 from dspark_trt.checkpoints.config import (
     DecoderConfig,
     architectures_of,
@@ -41,7 +42,7 @@ from dspark_trt.checkpoints.drafters.eagle3_forms import (
     is_dart,
 )
 from dspark_trt.checkpoints.drafters.shared import refuse_ambiguous_head, without_shared
-from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, drafter_shapes
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import open_safetensors
 from dspark_trt.checkpoints.spec import (
