@@ -22,6 +22,7 @@ from dspark_trt.checkpoints.spec import (
     SOURCES_OF_COPIES,
     DecoderSpec,
     DraftSource,
+    Eagle3Spec,
     LanguageModelSpec,
     NgramSpec,
     TargetSpec,
@@ -203,6 +204,8 @@ def _drafting(drafter: DraftSource) -> str:
     family, taps = FAMILY_NAMES[drafter.kind], list(drafter.target_layer_ids)
     if isinstance(drafter, LanguageModelSpec) and drafter.mask_token_id is not None:
         family = f"PARD drafter (mask token {drafter.mask_token_id})"
+    if isinstance(drafter, Eagle3Spec):
+        family = "DART drafter" if drafter.is_masked else "MTP module" if drafter.is_module else family
     read = f"taps {taps}" if taps else "no taps"
     return f"{family}, gamma {drafter.gamma}, {read}, {_decoder(drafter.decoder)}"
 

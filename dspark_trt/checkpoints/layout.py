@@ -73,6 +73,8 @@ def _block_shapes(spec: BlockDrafterSpec) -> Shapes:
 def _eagle3_shapes(spec: Eagle3Spec) -> Shapes:
     """Of what an EAGLE-3 drafter has besides a decoder layer, and of projections of two inputs side by side."""
     D, M, decoder = spec.decoder.hidden_size, spec.num_taps, spec.decoder
+    if spec.is_module:
+        return {"fc.weight": (D, 2 * D), "token_norm.weight": (D,), "hidden_norm.weight": (D,)}
     shapes: Shapes = {"fc.weight": (D, M * D), "layers.0.hidden_norm.weight": (D,)}
     of_kv = ("k",) if decoder.shape_of(0).is_value_of_key else ("k", "v")
     for name, num_heads in {"q": decoder.num_heads, **dict.fromkeys(of_kv, decoder.num_kv_heads)}.items():

@@ -210,6 +210,10 @@ def _way(kind: str, drafter: dict[str, Any]) -> str:
         return _head(drafter)
     if (mask := drafter.get("mask_token_id")) is not None:
         return f"all in one pass, mask token {mask}"
+    if drafter.get("is_masked"):
+        return "all in one pass (DART)"
+    if drafter.get("is_module"):
+        return "one token after the other (MTP module)"
     return "a head for each draft" if kind == "medusa" else "one token after the other"
 
 

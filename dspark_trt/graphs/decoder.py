@@ -83,6 +83,10 @@ class DecoderParts:
         scale = self._builder.initializer(self._source.tensor(f"{name}.layer_scalar", self._numbers.model))
         return self._builder.op("Mul", x, scale)
 
+    def linear(self, x: str, weight: str) -> str:
+        """A product with a matrix that is not of a layer, without a bias."""
+        return self._linear(x, weight)
+
     def norm(self, x: str, module: str, *, source: FloatType | None = None) -> str:
         """RMS norm over the last dimension, computed in float32, of `x` in the nominal type `source` (None:
         the model's)."""

@@ -129,6 +129,8 @@ class ReferenceEagle3Engine:
     def _features(self, taps: torch.Tensor) -> torch.Tensor:
         """[T, M*D] -> [T, D]"""
         spec = self._spec
+        if spec.is_module:
+            return taps
         if spec.tap_norm == "joint":
             taps = self._decoder.norm("input_norm", taps)
         elif spec.tap_norm == "each":
@@ -136,15 +138,25 @@ class ReferenceEagle3Engine:
             taps = torch.cat([self._decoder.norm(f"fc_norm.{at}", tap) for at, tap in enumerate(each)], dim=-1)
         return self._weights.linear("fc", taps)
 
+    def _joined(self, features: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the projections read, [T, 2D] or of a module [T, D], and where the residual stream starts [T, D]."""
+        decoder = self._decoder
+        if self._spec.is_module:
+            both = decoder.norm("hidden_norm", features), decoder.norm("token_norm", embedded)
+            x = self._weights.linear("fc", torch.cat(both, dim=-1))
+            return decoder.norm("layers.0.input_layernorm", x), x
+        normed = decoder.norm("layers.0.hidden_norm", features)
+        joined = torch.cat([decoder.norm("layers.0.input_layernorm", embedded), normed], dim=-1)
+        return joined, normed if self._spec.is_residual_normed else features
+
     def _last_output(self, features: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the last position [D]: what the next step takes for its feature, and what the head reads."""
         decoder, last = self._decoder, slice(-1, None)
-        normed = decoder.norm("layers.0.hidden_norm", features)
-        joined = torch.cat([decoder.norm("layers.0.input_layernorm", embedded), normed], dim=-1)
+        joined, residual = self._joined(features, embedded)
         positions = torch.arange(len(joined), device=joined.device)
         keys, values = decoder.key_value(0, joined, positions)
         queries = decoder.query(0, joined[last], positions[last])
-        x = (normed if self._spec.is_residual_normed else features)[last]
+        x = residual[last]
         x = decoder.layer_output(0, x, decoder.attend(0, queries, keys, values))[0]
         h = decoder.norm("norm", x)
         return (h if self._spec.is_output_normed else x), h

@@ -20,6 +20,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from tests.engine.test_mtp import write_mimo
 from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_drafter, write_target
@@ -151,19 +152,22 @@ def test_graphs_of_an_eagle3_drafter_compile(tmp_path: Path) -> None:
     assert [facts[graph].warnings for graph in graphs] == [(), ()]
 
 
-@pytest.mark.parametrize("form", ["DART", "Gemma 4"])
+@pytest.mark.parametrize("form", ["DART", "MTP", "Gemma 4"])
 def test_graphs_of_other_drafters_of_one_layer_compile(form: str, tmp_path: Path) -> None:
     if form == "DART":
         target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
         taps = {"target_layer_ids": [0, 1, 2], "draft_length": 1}
         drafter = write_eagle3(tmp_path / "drafter", target, "dart", extra=taps)
+    elif form == "MTP":
+        target = drafter = write_mimo(tmp_path / "target", hidden_size=64)
     else:
         target = write_gemma_target(tmp_path / "target", hidden_size=64, num_attention_heads=4, global_head_dim=64)
         drafter = write_gemma_eagle3(tmp_path / "drafter", target, ttt_length=2)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
     facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.DRAFT_GRAPH], sms=(89,))
+    num_slots = pair.drafter.gamma
     found = counted_layers(facts)[bindings.DRAFT_GRAPH]
-    assert (found["PLUGIN_V3"], found["ROTARY_EMBEDDING"]) == (2, 2), "a draw and a rotation for each of two slots"
+    assert (found["PLUGIN_V3"], found["ROTARY_EMBEDDING"]) == (num_slots, num_slots), "a draw and a rotation a slot"
     assert facts[bindings.DRAFT_GRAPH].warnings == ()
 
 

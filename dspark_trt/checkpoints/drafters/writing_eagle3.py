@@ -21,6 +21,7 @@ from dspark_trt.errors import CheckpointError
 def eagle3_to_deepspec(spec: Eagle3Spec, drafter: DrafterCheckpoint, target: TargetCheckpoint) -> Written:
     """Raises CheckpointError with the key that DeepSpec's form has no place for."""
     decoder = spec.decoder
+    _refuse_other_layers(spec, "DeepSpec's")
     refused = {
         f"draft_vocab_size: the drafter has {spec.draft_vocab_size} of {decoder.vocab_size} ids, and DeepSpec's form "
         "has no map of them": spec.draft_vocab_size is not None,
@@ -56,6 +57,7 @@ def eagle3_to_speculators(
 ) -> Written:
     """Raises CheckpointError with the key that speculators' form has no place for."""
     decoder = spec.decoder
+    _refuse_other_layers(spec, "the speculators")
     if decoder.gemma is not None or target.spec.family == "gemma4":
         raise CheckpointError(
             "transformer_layer_config: the drafter's layer is Gemma 4's, and the speculators form has Llama's and "
@@ -77,3 +79,11 @@ def eagle3_to_speculators(
         "norm_output": spec.is_output_normed,
     }
     return config, with_maps(with_shared(own_tensors(drafter), target), drafter)
+
+
+def _refuse_other_layers(spec: Eagle3Spec, form: str) -> None:
+    keys = {"draft_length: the drafter is DART's, with a vector for masks": spec.is_masked}
+    keys["num_nextn_predict_layers: the drafter is an MTP module of its target's checkpoint"] = spec.is_module
+    for what, is_found in keys.items():
+        if is_found:
+            raise CheckpointError(f"{what}, and {form} EAGLE-3 form has no place for it")

@@ -118,6 +118,7 @@ class Eagle3Spec(DrafterBase):
     is_residual_normed: bool = False  # norm_before_residual: the residual stream starts behind hidden_norm
     is_output_normed: bool = False  # norm_output: the next step is fed what the final norm makes of this one's output
     tap_norm: Literal["none", "each", "joint"] = "none"  # of the taps before fc: fc_norm, norm_before_fc
+    is_module: bool = False  # MTP: the tap is the feature; a matrix joins it to the embedding for a plain layer
     is_masked: bool = False  # DART: behind the first slot stand masks, and no draft is read; the head's norm acts twice
 
     @property

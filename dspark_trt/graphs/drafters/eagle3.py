@@ -147,6 +147,8 @@ class Eagle3Graphs:
         """taps [T, M*D] -> [T, D]."""
         spec, numbers = self.spec, parts.numbers
         taps = bindings.TAPS
+        if spec.is_module:
+            return taps
         if spec.tap_norm == "joint":
             taps = layers.norm(taps, "input_norm")
         elif spec.tap_norm == "each":
@@ -158,7 +160,14 @@ class Eagle3Graphs:
         return numbers.cast(builder, fused, numbers.context, numbers.model)
 
     def _joined(self, builder: GraphBuilder, layers: DecoderParts, embedded: str, feature: str) -> tuple[str, str]:
-        """What the layer's projections read [T, 2D], embedding first, and where its residual stream starts [T, D]."""
+        """What the layer's projections read, and where its residual stream starts [T, D].
+
+        EAGLE-3's read embedding and feature side by side [T, 2D], a module's what a matrix makes of both [T, D].
+        """
+        if self.spec.is_module:
+            both = layers.norm(feature, "hidden_norm"), layers.norm(embedded, "token_norm")
+            x = layers.linear(builder.op("Concat", *both, axis=1), "fc.weight")
+            return layers.norm(x, f"{_LAYER}.input_layernorm"), x
         normed = layers.norm(feature, f"{_LAYER}.hidden_norm")
         joined = builder.op("Concat", layers.norm(embedded, f"{_LAYER}.input_layernorm"), normed, axis=1)
         return joined, normed if self.spec.is_residual_normed else feature

@@ -19,6 +19,7 @@ from tests.support.factories import write_target
 from tests.support.medusa_forms import random_heads, write_medusa, write_vllm_medusa
 from tests.unit.checkpoints.test_drafter_writing import assert_same, convert
 
+TAPS = {"target_layer_ids": [0, 1, 2]}
 RESIDUAL = {"norm_before_residual": False}
 HELD: dict[str, tuple[str, dict[str, Any], str]] = {
     "DeepSpec to itself": ("deepspec", {"layer_ids": (0, 1, 3)}, "deepspec"),
@@ -78,6 +79,8 @@ def test_deepspec_form_and_back_is_the_same(tmp_path: Path, target_folder: Path,
             r"last layer \(3\) before its final norm",
         ),
         ("deepspec", {"layer_ids": (1, 3)}, "speculators", r"last layer \(3\) behind its final norm"),
+        ("dart", {"layer_ids": None, "extra": TAPS}, "speculators", "draft_length: the drafter is DART's"),
+        ("dart", {"layer_ids": None, "extra": TAPS}, "deepspec", "draft_length: the drafter is DART's"),
         ("deepspec", {}, "medusa", r"medusa: that form has no place for an EAGLE-3 drafter; use --to deepspec or"),
     ],
 )

@@ -25,13 +25,13 @@ FORMATS: list[tuple[dict[str, Any], str, str]] = [
     ({"architectures": ["MedusaForCausalLM"]}, "a Medusa form", "inside their target"),
     ({"architectures": ["PardForCausalLM"], "pard_token": 90}, "a PARD form", "PARD-2"),
     ({"architectures": ["Qwen3MTPModel"]}, "an MTP module", "MTP modules"),
-    ({"architectures": ["MiMoMTPModel"], "model_type": "mimo_mtp"}, "an MTP module", "MiMo"),
+    ({"architectures": ["MiMoV2MTPModel"], "model_type": "mimo_v2_mtp"}, "an MTP module", "MiMo-V2"),
     ({"architectures": ["DeepseekV3ForCausalLMNextN"]}, "an MTP module", "DeepSeek"),
     ({"architectures": ["MTPSpeculator"], "speculators_model_type": "mtp"}, "an MTP module", "MTP modules"),
     (
-        {"architectures": ["MiMoForCausalLM"], "model_type": "mimo", "num_nextn_predict_layers": 1},
-        r"a target with MTP modules inside \(MiMoForCausalLM\)",
-        "MiMo",
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_nextn_predict_layers": 1},
+        r"a target with MTP modules inside \(DeepseekV3ForCausalLM\)",
+        "DeepSeek-V3",
     ),
     (
         {"architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_nextn_predict_layers": 1},
