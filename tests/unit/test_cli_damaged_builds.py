@@ -10,7 +10,10 @@ import pytest
 
 from tests.unit.test_cli import run
 
-NOTHING_STARTS = "import subprocess\ndef start(*a, **k): raise SystemExit('a process was started')\nsubprocess.Popen.__init__ = start; "
+NOTHING_STARTS = (
+    "import subprocess\ndef start(*a, **k): raise SystemExit('a process was started')\n"
+    "subprocess.Popen.__init__ = start; "
+)
 
 
 @pytest.fixture
