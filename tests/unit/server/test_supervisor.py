@@ -62,6 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits that it is ignored
 if behaviour == "never ready":
     time.sleep(600)
 if behaviour == "dies later":
