@@ -79,7 +79,6 @@ class DecodingLoop:
         """
         self.totals = LoopTotals()
         self.last_step = StepRecord()
-        self._keeps_trajectories = keeps_trajectories
         self._on_verified = on_verified
         self._rows: Rows[RequestState] = Rows(target.limits.max_requests)
         self._scheduling = open_scheduling(
@@ -179,8 +178,7 @@ class DecodingLoop:
         if self._scheduling is not None:
             self._scheduling.learn(plan, segments, results)
         self._emit(segments, results)
-        if self._keeps_trajectories:
-            harvest(segments, [result.num_accepted_drafts for result in results], output.logits)
+        harvest(segments, [result.num_accepted_drafts for result in results], output.logits)
         self._engines.keep_taps(segments, results, output)
 
     def check_integrity(self) -> None:
