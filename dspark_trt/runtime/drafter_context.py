@@ -6,7 +6,7 @@ Source: DESIGN section 3, Caches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from dspark_trt.contract.protocol import DraftEngine, EngineLimits, IngestBatch,
 from dspark_trt.runtime.acceptance import Acceptance
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
+from dspark_trt.runtime.pages import BlockTables
 from dspark_trt.runtime.pending_taps import PendingTaps, TapChunk
 from dspark_trt.runtime.state import RequestState
 from dspark_trt.runtime.timed_calls import timed_call
@@ -32,13 +33,23 @@ class Ingest:
 class DrafterContext:
     """`drafter` is None where nothing is drafted: then nothing waits either."""
 
-    def __init__(self, drafter: DraftEngine | None, limits: EngineLimits, *, keeps_taps: bool) -> None:
-        """keeps_taps: those of requests that draft no more stay while they have a row: others may need them."""
+    def __init__(
+        self,
+        drafter: DraftEngine | None,
+        limits: EngineLimits,
+        *,
+        keeps_taps: bool,
+        tables: BlockTables | None = None,
+    ) -> None:
+        """keeps_taps: those of requests that draft no more stay while they have a row: others may need them. tables: of
+        engines with pages."""
         self.cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
         self._drafter = drafter
+        self._tables = tables
         self._max_tokens = limits.max_batch_tokens
         self._keeps_taps = keeps_taps
         self._pending = PendingTaps()
+        self._hurried: set[RequestState] = set()
 
     def keep_taps(
         self,
@@ -72,13 +83,20 @@ class DrafterContext:
         if self._drafter is None:
             return None
         overdue = self._pending.overdue()
+        overdue += [state for state in self._hurried if state not in overdue and self._pending.num_positions(state)]
+        self._hurried.clear()
         if not drafting and not overdue:
             return None
         states = [*drafting, *(state for state in overdue if state not in drafting)]
         last: Ingest | None = None
-        while (taken := self._pending.take(states, self.cache, self._max_tokens)) is not None:
-            self.ingest(last, record)
-            last = Ingest(*taken)
+        while any(self._pending.num_positions(state) for state in states):
+            self.ingest(last, record)  # before more is taken: where it fails, only its own requests end
+            taken = self._pending.take(states, self.cache, self._max_tokens)
+            assert taken is not None, "taps wait"
+            states_taken, batch = taken
+            if self._tables is not None:
+                batch = replace(batch, block_tables=self._tables.tables(batch.rows))
+            last = Ingest(states_taken, batch)
             for state, num_positions in zip(last.states, last.batch.query_lengths.tolist(), strict=True):
                 self.cache.reserve(state.row, num_positions)
                 self.cache.commit(state.row, num_positions)
@@ -99,12 +117,17 @@ class DrafterContext:
         if self._drafter is not None and state.needs_taps:
             self._pending.begin(state, taps, num_missing)
 
+    def hurry(self, state: RequestState) -> None:
+        """Bring the context of a request up in the next step, whether it drafts or not: others wait for it."""
+        self._hurried.add(state)
+
     def waiting_taps(self, state: RequestState) -> tuple[TapChunk, ...]:
         """What the context of a request lacks and can be given."""
         return self._pending.waiting(state)
 
     def release(self, state: RequestState) -> None:
         """A request leaves its row."""
+        self._hurried.discard(state)
         self._pending.drop([state])
         self.cache.clear(state.row)
 

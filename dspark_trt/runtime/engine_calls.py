@@ -9,7 +9,8 @@ it returns leaves nothing to `verify_ms`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +19,10 @@ from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.protocol import (
     DraftBatch,
     DraftEngine,
+    PageLimits,
     SelectBatch,
     StepEngine,
+    TargetBatch,
     TargetEngine,
     TargetOutput,
 )
@@ -31,12 +34,15 @@ from dspark_trt.runtime.drafting import DraftBlock, DraftVocabulary, draft_batch
 from dspark_trt.runtime.fused_acceptance import Decided, decide
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.metrics import StepRecord
+from dspark_trt.runtime.pages import BlockTables
 from dspark_trt.runtime.pending_taps import TapChunk
 from dspark_trt.runtime.rows import RowMove
 from dspark_trt.runtime.state import RequestState
 from dspark_trt.runtime.step_plan import StepPlan
 from dspark_trt.runtime.timed_calls import timed_call
 from dspark_trt.runtime.verification import Segment, check_selection, num_selected, pack
+
+BatchT = TypeVar("BatchT", TargetBatch, DraftBatch)
 
 
 class EngineCalls:
@@ -50,9 +56,11 @@ class EngineCalls:
         step_engine: StepEngine | None = None,
         acceptance: AcceptEngine | None = None,
         *,
+        pages: PageLimits | None = None,
         keeps_taps: bool = False,
     ) -> None:
-        """keeps_taps: those of requests that draft no more stay while they have a row: others may need them.
+        """pages: of engines whose rows share pages. keeps_taps: those of requests that draft no more stay while they
+        have a row: others may need them.
 
         Raises CapacityError when the engines' limits do not fit each other.
         """
@@ -72,7 +80,8 @@ class EngineCalls:
         self.step_engine = step_engine
         self.acceptance = acceptance
         self.target_cache = CacheLengths(num_rows=limits.max_requests, capacity=limits.max_seq_len)
-        self.context = DrafterContext(drafter, limits, keeps_taps=keeps_taps)
+        self.tables = None if pages is None else BlockTables(pages, num_rows=limits.max_requests)
+        self.context = DrafterContext(drafter, limits, keeps_taps=keeps_taps, tables=self.tables)
         self.record = StepRecord()  # of the step that is running
         self._packed_ids = np.empty(0, dtype=np.int64)  # [T] of the step's verification
         vocab = None if drafter is None else drafter.draft_vocab
@@ -111,6 +120,7 @@ class EngineCalls:
         """One forward pass of the target, and acceptance where an engine does it. Its reservations stand until
         `commit`. verify_lens [R]."""
         batch, segments = pack(plan, verify_lens, block, self.target_cache)
+        batch = self._with_tables(batch)
         self._packed_ids = batch.token_ids
         self._reserve(plan, verify_lens)
         self._record_batch(plan, int(verify_lens.sum()))
@@ -131,6 +141,7 @@ class EngineCalls:
         self.context.ingest(self.context.all_but_last(plan.drafting, self.record), self.record)
         batch = self._draft_batch(plan.drafting, plan.num_slots)
         plain, _ = pack(plan, np.zeros_like(plan.caps), None, self.target_cache)
+        plain = self._with_tables(plain)
         self._reserve(plan, plan.caps)
         self._record_batch(plan, num_selected(select))
         with timed_call(self.record, "draft_ms", plan.states):
@@ -155,8 +166,11 @@ class EngineCalls:
                 state.commit_prompt(num_positions)
 
     def move_row(self, move: RowMove[RequestState]) -> None:
-        """Copy the live positions of both caches to another row. The lengths follow even if the copy fails."""
+        """Copy the live positions of both caches to another row; pages stay where they are, and their table moves. The
+        lengths follow even if the copy fails."""
         source, destination = move.source, move.destination
+        if self.tables is not None:
+            self.tables.move(source, destination)
         lengths = [int(cache.committed[source]) for cache in (self.target_cache, self.context.cache)]
         self.target_cache.move(source, destination)
         self.context.cache.move(source, destination)
@@ -182,16 +196,30 @@ class EngineCalls:
         """A request leaves its row."""
         self.context.release(state)
         self.target_cache.clear(state.row)
+        if self.tables is not None:
+            self.tables.release(state.row)
+
+    def num_positions_ahead(self, state: RequestState) -> int:
+        """Positions that a row may need until the next step is over: what it has to read, or what it holds, and a draft
+        block."""
+        assert self.tables is not None, "rows have room for all"
+        limits = self.tables.limits
+        held = max(len(state.context_ids), int(self.target_cache.committed[state.row]) if state.row >= 0 else 0)
+        return min(held + limits.num_block_positions, limits.table_width * limits.page_positions)
 
     def check_integrity(self, occupants: Sequence[RequestState]) -> None:
         """Between two steps; `occupants[row]` lives in that row."""
         for cache in (self.target_cache, self.context.cache):
             cache.check_integrity(len(occupants))
+        if self.tables is not None:
+            self.tables.check_integrity(len(occupants))
         for state in occupants:
             if self.drafter is not None and state.needs_taps:
                 assert self.context.num_known(state) == self.target_cache.committed[state.row], "taps were lost"
             num_positions = int(self.target_cache.committed[state.row])
-            num_tokens = state.num_prefilled + max(state.num_generated - 1, 0)
+            num_tokens = state.num_prefilled
+            if state.num_unfilled == 0:
+                num_tokens = len(state.prompt_ids) + max(state.num_generated - 1, 0)
             assert num_positions == num_tokens, (
                 f"{state.request.request_id}: {num_positions} positions, {num_tokens} tokens"
             )
@@ -199,7 +227,10 @@ class EngineCalls:
     def _draft_batch(self, states: Sequence[RequestState], num_slots: int) -> DraftBatch:
         rows = [state.row for state in states]
         assert (self.context.cache.committed[rows] == self.target_cache.committed[rows]).all(), "context lags behind"
-        return draft_batch(states, self.context.cache, num_slots)
+        return self._with_tables(draft_batch(states, self.context.cache, num_slots))
+
+    def _with_tables(self, batch: BatchT) -> BatchT:
+        return batch if self.tables is None else replace(batch, block_tables=self.tables.tables(batch.rows))
 
     def _block(self, batch: DraftBatch, draft_logits: Any, draft_ids: Any, confidence_logits: Any) -> DraftBlock:
         vocab_size = self.target.vocab_size

@@ -12,7 +12,7 @@ from typing import Any
 from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
-from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
+from dspark_trt.contract.protocol import DraftEngine, PageLimits, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import DEFAULT_MAX_STRETCH, SchedulerConfig
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock, with_lookups
@@ -21,8 +21,10 @@ from dspark_trt.runtime.engine_calls import EngineCalls
 from dspark_trt.runtime.fused_acceptance import results_of
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
 from dspark_trt.runtime.opening import open_scheduling
+from dspark_trt.runtime.page_room import PageRoom
 from dspark_trt.runtime.planner import Planner
 from dspark_trt.runtime.prefix_cache import PrefixCache
+from dspark_trt.runtime.prefix_pages import PrefixPages
 from dspark_trt.runtime.request import GenerationRequest
 from dspark_trt.runtime.request_queue import RequestQueue
 from dspark_trt.runtime.rows import Rows
@@ -59,6 +61,7 @@ class DecodingLoop:
         eos_token_ids: Sequence[int],
         decode: Decode,
         scheduler: SchedulerConfig,
+        pages: PageLimits | None = None,
         max_stretch: float = DEFAULT_MAX_STRETCH,
         prefix_cache: bool = False,
         on_verified: OnVerified | None = None,
@@ -70,8 +73,10 @@ class DecodingLoop:
         mode without one. keeps_trajectories: and be taken from what the target predicted behind drafts that it rejected
         (lookahead). `step_engine`, over these very engines, drafts and verifies in one call, in mode lagged_budget.
         `acceptance`: accepts where the logits are; None: the runtime does it, slot by slot.
+        pages: of engines whose rows share pages; None: every row has room for max_seq_len. Where pages run out, a new
+        request waits, and of those that run the youngest is read again later.
         max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
-        prefix_cache: prompts begin where a KV row already holds their first tokens. The engines are then this loop's
+        prefix_cache: prompts begin where K/V of their first tokens are there already. The engines are then this loop's
         alone: what another one writes into a row that is free here is not noticed.
         on_verified: called with every step's segments, logits and block before anything is accepted; it only looks.
 
@@ -96,10 +101,18 @@ class DecodingLoop:
             drafter if self._scheduling is not None else None,
             step_engine if is_selected_on_device else None,
             acceptance,
-            keeps_taps=prefix_cache,
+            pages=pages,
+            keeps_taps=prefix_cache and pages is None,
         )
         self._planner = Planner(self._engines, self._scheduling, step_table, max_stretch=max_stretch)
-        self._prefix_cache = PrefixCache(self._engines, self._rows, self.totals) if prefix_cache else None
+        self._prefix_cache: PrefixCache | PrefixPages | None = None
+        self._room: PageRoom | None = None
+        if (tables := self._engines.tables) is not None:
+            prefix_pages = PrefixPages(self._engines, tables, self._rows, self.totals) if prefix_cache else None
+            self._room = PageRoom(self._engines, tables, self._rows, prefix_pages)
+            self._prefix_cache = prefix_pages
+        elif prefix_cache:
+            self._prefix_cache = PrefixCache(self._engines, self._rows, self.totals)
         self._queue = RequestQueue(
             target,
             eos_token_ids=eos_token_ids,
@@ -147,6 +160,10 @@ class DecodingLoop:
         self._emissions = []
         self._plan = None
         self._drop_cancelled()
+        if self._prefix_cache is not None:
+            self._prefix_cache.resume()
+        if self._room is not None:
+            self._preempt(self._room)
         self._admit()
         if self._rows.occupants:
             try:
@@ -196,14 +213,24 @@ class DecodingLoop:
 
     def _admit(self) -> None:
         """Give the free rows to the requests that wait longest."""
-        if self._prefix_cache is not None:
-            self._prefix_cache.resume()
         while self._queue.num_waiting and self._rows.num_free:
+            if self._room is not None and not self._room.is_enough_for(self._queue.next):
+                break
             state = self._queue.take_next()
             share_keys(state, self._rows.occupants)
             self._rows.occupy(state)
-            if self._prefix_cache is not None:
+            if self._room is not None:
+                self._room.admit(state)
+            elif isinstance(self._prefix_cache, PrefixCache):
                 self._prefix_cache.admit(state)
+
+    def _preempt(self, room: PageRoom) -> None:
+        """Requests whose pages an older one needs wait in front of all others, and are read again."""
+        while (state := room.make()) is not None:
+            self._leave_row(state)
+            state.preempt()
+            self._queue.put_back(state)
+            self.totals.num_preempted += 1
 
     def _emit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """Hand out tokens and text; end the requests that are complete or failed."""
@@ -235,16 +262,20 @@ class DecodingLoop:
     def _vacate(self) -> None:
         """Free the rows of finished requests, the highest first: then no finished row is ever moved."""
         while finished := [state for state in self._rows.occupants if state.phase is Phase.FINISHED]:
-            if self._prefix_cache is not None:
-                self._prefix_cache.retain(finished[-1])
-            self._engines.release(finished[-1])
-            move = self._rows.release(finished[-1])
-            if move is None:
-                continue
-            try:
-                self._engines.move_row(move)
-                if self._scheduling is not None:
-                    self._scheduling.move_row(move.source, move.destination)
-                self.totals.num_rows_moved += 1
-            except EngineCallFailed as failure:
-                self._fail(failure)
+            self._leave_row(finished[-1])
+
+    def _leave_row(self, state: RequestState) -> None:
+        """Free a row; the last occupied one moves into its place."""
+        if self._prefix_cache is not None:
+            self._prefix_cache.retain(state)
+        self._engines.release(state)
+        move = self._rows.release(state)
+        if move is None:
+            return
+        try:
+            self._engines.move_row(move)
+            if self._scheduling is not None:
+                self._scheduling.move_row(move.source, move.destination)
+            self.totals.num_rows_moved += 1
+        except EngineCallFailed as failure:
+            self._fail(failure)

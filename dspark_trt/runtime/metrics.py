@@ -108,6 +108,7 @@ class LoopTotals:
 
     num_finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     num_rows_moved: int = 0
+    num_preempted: int = 0  # times that a request lost its pages to an older one, and was read again
     num_steps: int = 0
     num_steps_not_drafting: int = 0  # of those in which a request decoded
     num_requests_not_drafting: int = 0  # summed over steps

@@ -78,6 +78,15 @@ class RequestQueue:
                 self._waiting.remove(state)
         return cancelled
 
+    @property
+    def next(self) -> RequestState:
+        """The request that has waited longest."""
+        return self._waiting[0]
+
+    def put_back(self, state: RequestState) -> None:
+        """A request lost its row: it waits in front of all others."""
+        self._waiting.appendleft(state)
+
     def take_next(self) -> RequestState:
         """The request that has waited longest; it gets a row."""
         return self._waiting.popleft()

@@ -2,8 +2,9 @@
 
     QUEUED -> PREFILL -> DECODE -> FINISHED        (from every phase straight to FINISHED: cancelled, failed)
 
-QUEUED: no KV row yet. PREFILL: `num_prefilled` of the prompt's positions are committed. DECODE: all positions but the
-anchor's are committed; every step starts from the anchor.
+QUEUED: no KV row yet, or no more: where memory ran out, PREFILL and DECODE go back to it, and what was generated is
+read again like a prompt. PREFILL: `num_prefilled` of the positions of `context_ids` are committed. DECODE: all
+positions but the anchor's are committed; every step starts from the anchor.
 """
 
 from __future__ import annotations
@@ -49,11 +50,12 @@ class RequestState:
     stream: TextStream
     statistics: RequestStatistics
     submitted_at: float  # seconds of the monotonic clock
+    context_ids: NDArray[np.int64]  # what is read before it decodes: the prompt; once preempted, all but the anchor
     phase: Phase = Phase.QUEUED
     row: int = NO_ROW
     generation: int = -1
     has_equal_key: bool = False  # has been live together with a request of the same random key
-    num_prefilled: int = 0  # prompt tokens whose K/V are there: read, or reused
+    num_prefilled: int = 0  # of `context_ids`, whose K/V are there: read, or reused
     awaits_prefix: bool = False  # its prompt is not read while another request reads the same tokens
     has_failed: bool = False  # what its KV row holds is undefined
     step_index: int = 0  # 0: the first token; then one for every verification step
@@ -78,13 +80,18 @@ class RequestState:
 
     @property
     def num_unfilled(self) -> int:
-        """Prompt tokens that no step has read yet."""
-        return len(self.prompt_ids) - self.num_prefilled
+        """Tokens that have to be read before it decodes."""
+        return len(self.context_ids) - self.num_prefilled
+
+    @property
+    def is_read_again(self) -> bool:
+        """Whether what is read has been read before: the token behind it is the anchor, and nothing is drawn."""
+        return self.phase is Phase.PREFILL and self.num_generated > 0
 
     @property
     def next_id(self) -> int:
         """The token behind all that are committed: the prompt's, or the anchor."""
-        return self.anchor_id if self.num_unfilled == 0 else int(self.prompt_ids[self.num_prefilled])
+        return self.anchor_id if self.num_unfilled == 0 else int(self.context_ids[self.num_prefilled])
 
     @property
     def may_draft(self) -> bool:
@@ -99,13 +106,21 @@ class RequestState:
 
     def occupy(self, row: int, generation: int) -> None:
         """The request got a KV row: its prompt is read from now on."""
+        if self.generation < 0:
+            self.statistics.queue_ms = self.elapsed_ms()
         self.row, self.generation = row, generation
         self.phase = Phase.PREFILL
-        self.statistics.queue_ms = self.elapsed_ms()
 
     def move_to(self, row: int) -> None:
         """The request lives in another row now, or in none (NO_ROW)."""
         self.row = row
+
+    def preempt(self) -> None:
+        """It lost its K/V: it waits for memory, and reads its tokens again. What was drawn stays drawn."""
+        self.phase = Phase.QUEUED
+        self.context_ids = self.token_ids()[:-1] if self.num_generated else self.prompt_ids
+        self.num_prefilled = 0
+        self.awaits_prefix = False
 
     def share_key(self) -> None:
         """Another live request has the same random key. For good: what one has drawn, the other will draw."""
@@ -120,11 +135,12 @@ class RequestState:
 
     def reuse_prompt(self, num_tokens: int) -> None:
         """The K/V of so many prompt tokens were there already."""
-        self.statistics.num_prompt_tokens_reused = num_tokens
+        if not self.is_read_again:
+            self.statistics.num_prompt_tokens_reused = num_tokens
         self.commit_prompt(num_tokens)
 
     def commit_prompt(self, num_tokens: int) -> None:
-        """The K/V of prompt tokens are there."""
+        """The K/V of more of `context_ids` are there."""
         self.num_prefilled += num_tokens
         if self.num_unfilled == 0:
             self.phase = Phase.DECODE
@@ -217,6 +233,7 @@ def new_state(
         request=request,
         params=params,
         prompt_ids=prompt_ids,
+        context_ids=prompt_ids,
         key=request_key(seed, prompt_ids, request.sequence_index),
         ending_ids=ending_ids,
         processors=LogitProcessors(params, prompt_ids, sorted(ending_ids)),

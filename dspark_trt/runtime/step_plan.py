@@ -31,8 +31,9 @@ class PrefillChunk:
     num_tokens: int
 
     @property
-    def is_last(self) -> bool:
-        return self.num_tokens == self.state.num_unfilled
+    def gives_token(self) -> bool:
+        """Whether the token behind it is drawn from its last logits."""
+        return self.num_tokens == self.state.num_unfilled and not self.state.is_read_again
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ class Segment:
     state: RequestState
     first_token: int  # packed index
     num_tokens: int
-    first_logit: int | None  # its first logit row; None: a prompt chunk with more to come
+    first_logit: int | None  # its first logit row; None: a prompt chunk behind which nothing is drawn
     draft_ids: list[int]  # x_1 .. x_verify_len, behind the anchor; those before the first that is no token
     block_row: int  # its row of the draft block, where it drafted
     num_proposed: int  # drafts that were made for it
@@ -87,9 +87,9 @@ def pack(
         segments.append(Segment(state, first_token, 1 + verify_len, first_logit, draft_ids, index, num_proposed))
     for chunk in plan.prefill:
         state, first_token, begin = chunk.state, len(token_ids), chunk.state.num_prefilled
-        token_ids += state.prompt_ids[begin : begin + chunk.num_tokens].tolist()
-        last_logit = len(logit_rows) if chunk.is_last else None
-        if chunk.is_last:
+        token_ids += state.context_ids[begin : begin + chunk.num_tokens].tolist()
+        last_logit = len(logit_rows) if chunk.gives_token else None
+        if chunk.gives_token:
             logit_rows.append(len(token_ids) - 1)
         segments.append(Segment(state, first_token, chunk.num_tokens, last_logit, [], 0, 0, is_prefill=True))
     rows = np.array([segment.state.row for segment in segments], dtype=np.int64)
