@@ -35,6 +35,7 @@ class Tensor:
     name: str
     element_type: ElementType
     shape: tuple[str | int, ...]
+    alias_of: str | None = None  # of an output: the input whose memory it is
 
     def shape_in(self, extents: Extents) -> tuple[int, ...]:
         return tuple(extents[size] if isinstance(size, str) else size for size in self.shape)

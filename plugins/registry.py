@@ -11,6 +11,8 @@ from dspark_trt_plugins.bundle import KernelBundle
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.operation import NAMESPACE, VERSION, Operation, form_from_attributes
+from dspark_trt_plugins.page_write.form import PageWriteForm
+from dspark_trt_plugins.page_write.launches import PageWriteOperation
 from dspark_trt_plugins.prefix_select.form import PrefixSelectForm
 from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
@@ -20,6 +22,7 @@ from dspark_trt_plugins.trt_plugin import register, unregister
 # the form and the operation of it, by the type of the node
 _KINDS: Mapping[str, tuple[type[Any], Callable[[Any], Operation]]] = {
     "MarkovHead": (MarkovHeadForm, MarkovHeadOperation),
+    "PageWrite": (PageWriteForm, PageWriteOperation),
     "PrefixSelect": (PrefixSelectForm, PrefixSelectOperation),
     "RowAttention": (RowAttentionForm, RowAttentionOperation),
 }

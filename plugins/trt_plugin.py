@@ -96,9 +96,9 @@ def _classes(trt: Any) -> tuple[type, type]:
         "float32": trt.float32,
     }
 
-    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
-        """One operation as a TensorRT plugin:
-        linear formats, element types of the form, workspace as the operation says."""
+    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):  # type: ignore[misc]
+        """One operation as a TensorRT plugin: linear formats, element types of the form, workspace as the operation
+        says, and outputs that are an input's memory where it says so."""
 
         def __init__(self, kernels: FormKernels) -> None:
             for base in Plugin.__bases__:
@@ -146,6 +146,12 @@ def _classes(trt: Any) -> tuple[type, type]:
             extents = extents_of(self.operation.inputs, [list(description.max) for description in inputs])
             return workspace_offsets(self.operation.workspace, extents)[1]
 
+        def get_aliased_input(self, output_index: int) -> int:
+            """-1: the output has memory of its own."""
+            alias_of = self.operation.outputs[output_index].alias_of
+            names = [tensor.name for tensor in self.operation.inputs]
+            return -1 if alias_of is None else names.index(alias_of)
+
         def get_valid_tactics(self) -> list[int]:
             return []
 
@@ -156,7 +162,7 @@ def _classes(trt: Any) -> tuple[type, type]:
             return trt.PluginFieldCollection([field for field, _ in self.kernels.fields])
 
         def attach_to_context(self, context: Any) -> Any:
-            self.kernels.load()
+            """Kernels are loaded by `on_shape_change`: a builder without a GPU attaches plugins with aliases too."""
             return self.clone()
 
         def on_shape_change(self, inputs: Any, outputs: Any) -> None:

@@ -129,47 +129,64 @@ def test_loading_in_a_capture_fails_on_the_recording_driver_as_on_a_real_one(dri
 
 ATTENTION = KernelBundle(
     "RowAttention",
-    {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "capacity": 600, "num_slots": 6, "element_type": "bfloat16"},
+    {
+        "num_heads": 9,
+        "num_kv_heads": 3,
+        "head_dim": 64,
+        "page_positions": 64,
+        "table_width": 10,
+        "num_slots": 6,
+        "num_chunk_slots": 0,
+        "is_causal": 1,
+        "element_type": "bfloat16",
+    },
     "by hand",
     {
         90: (
             kernel(
                 "attend_split_16",
-                "query keys values last_seen accumulators maxima sums attended num_slots num_query_blocks num_splits "
-                "split_positions",
+                "query pages first_tokens past_lengths query_lengths block_tables accumulators maxima sums attended "
+                "first_row num_query_blocks num_splits split_positions",
             ),
             kernel("attend_split_32", "query"),
             kernel(
-                "combine_splits", "last_seen accumulators maxima sums attended num_slots num_splits split_positions"
+                "combine_splits",
+                "first_tokens past_lengths query_lengths accumulators maxima sums attended first_row "
+                "num_query_blocks block_queries num_splits split_positions",
             ),
         )
     },
 )
 
 
+INPUTS = ("query", "pages", "first_tokens", "past_lengths", "query_lengths", "block_tables")
+
+
 @pytest.mark.parametrize("way", ["launcher", "plugin"])
 def test_attention_is_launched_in_splits(way: str, driver: Path, tmp_path: Path) -> None:
-    """Three rows of five slots: 15 queries for each of 9 key heads, in 2 splits of 600 positions."""
+    """Three rows of five slots: 15 queries for each of 9 key heads, in 2 splits of 640 positions."""
     result = record(driver, way, ATTENTION, tmp_path)
     assert result.returncode == 0, result.stderr
     operation = operation_of("RowAttention", ATTENTION.attributes)
-    offsets, _ = workspace_offsets(operation.workspace, {"B": 3, "S": 5})
-    query, keys, values, last_seen, attended = (f"{address(index):x}" for index in range(5))
+    offsets, _ = workspace_offsets(operation.workspace, {})
+    given = [f"{address(index):x}" for index in range(len(operation.inputs) + 1)]
+    query, pages, first, past, lengths, tables = given[: len(INPUTS)]
     parts = " ".join(f"{WORKSPACE + offsets[name]:x}" for name in ("accumulators", "maxima", "sums"))
     assert launches(result) == [
-        f"launch attend_split_16_entry 9,2,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {parts} {attended} 5 1 "
-        "2 180 0 0",
-        f"launch combine_splits_entry 135,1,1 128,1,1 0 99 {last_seen} {parts} {attended} 5 2 180 0 0",
+        f"launch attend_split_16_entry 9,2,1 128,1,1 0 99 {query} {pages} {first} {past} {lengths} {tables} {parts} "
+        f"{given[-1]} 0 1 2 180 0 0",
+        f"launch combine_splits_entry 144,1,1 128,1,1 0 99 {first} {past} {lengths} {parts} {given[-1]} 0 1 10 2 180 "
+        "0 0",
     ]
 
 
 PROMPTS = KernelBundle(
     "RowAttention",
-    {**ATTENTION.attributes, "capacity": 250, "num_slots": 200},
+    {**ATTENTION.attributes, "table_width": 4, "num_chunk_slots": 200},
     "by hand",
     {
         90: tuple(
-            kernel(f"attend_split_{size}", "query keys values last_seen attended num_slots num_query_blocks")
+            kernel(f"attend_split_{size}", "query pages block_tables attended first_row num_query_blocks")
             for size in (16, 32, 64)
         )
     },
@@ -177,13 +194,17 @@ PROMPTS = KernelBundle(
 
 
 @pytest.mark.parametrize("way", ["launcher", "plugin"])
-def test_attention_over_a_prompt_chunk_is_one_launch_without_workspace(way: str, driver: Path, tmp_path: Path) -> None:
+def test_rows_and_a_prompt_chunk_are_a_launch_each_without_workspace(way: str, driver: Path, tmp_path: Path) -> None:
+    """The chunk's row stands behind the three others."""
     result = record(driver, way, PROMPTS, tmp_path)
     assert result.returncode == 0, result.stderr
-    assert operation_of("RowAttention", PROMPTS.attributes).workspace == ()
-    query, keys, values, last_seen, attended = (f"{address(index):x}" for index in range(5))
+    operation = operation_of("RowAttention", PROMPTS.attributes)
+    assert operation.workspace == ()
+    given = [f"{address(index):x}" for index in range(len(operation.inputs) + 1)]
+    tensors = f"{given[0]} {given[1]} {given[5]} {given[-1]}"
     assert launches(result) == [
-        f"launch attend_split_16_entry 9,1,1 128,1,1 0 99 {query} {keys} {values} {last_seen} {attended} 5 1 0 0"
+        f"launch attend_split_16_entry 9,1,1 128,1,1 0 99 {tensors} 0 1 0 0",
+        f"launch attend_split_16_entry 3,1,1 128,1,1 0 99 {tensors} 3 1 0 0",
     ]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import plugin_microbench
 import pytest
 import torch
-from attention_cases import torch_row_attention
+from attention_cases import num_queries, torch_row_attention
 from dspark_trt_plugins.markov_head.form import MarkovHeadForm
 from dspark_trt_plugins.markov_head.launches import MarkovHeadOperation
 from dspark_trt_plugins.markov_head.reference import markov_head
@@ -24,7 +24,7 @@ from torch_plugins import torch_markov_head, torch_prefix_select
 
 from tests.support.markov_head_cases import random_inputs, random_weights
 from tests.support.prefix_select_cases import random_step
-from tests.support.row_attention_cases import TOLERANCE, causal, random_rows
+from tests.support.row_attention_cases import TOLERANCE, Rows, attention_form, random_call, without_poison
 
 
 @pytest.mark.parametrize("top_n", [0, 30])
@@ -75,36 +75,42 @@ def test_example_inputs_fit_the_operation(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "form", [RowAttentionForm(9, 3, 16, 300, 4, "float32"), RowAttentionForm(4, 4, 8, 300, 4, "float32")]
+    "form",
+    [attention_form(9, 3, 16, 300, 4, "float32"), attention_form(4, 4, 8, 300, 4, "float32", is_causal=False)],
 )
 def test_the_torch_row_attention_equals_the_reference(form: RowAttentionForm) -> None:
-    inputs = {name: np.nan_to_num(value) for name, value in random_rows(form, causal([280, 0, 17], 4)).items()}
-    inputs["keys"] = np.clip(inputs["keys"], -9, 9)  # there is no Inf behind what is live: torch reads it
+    inputs = without_poison(random_call(form, Rows.alike([280, 0, 17], 4)))
     found = torch_row_attention(form, {name: torch.from_numpy(value) for name, value in inputs.items()})
     np.testing.assert_allclose(found["attended"], row_attention(form, **inputs), atol=TOLERANCE["float32"])
 
 
 def test_the_floor_of_attention_counts_what_is_live() -> None:
-    """Qwen3-8B, bfloat16: 4 KiB of keys and values a position; 8 queries and outputs of 8 KiB, and 8 lengths, a row."""
+    """Qwen3-8B, bfloat16: 4 KiB of keys and values a position; 8 queries and outputs of 8 KiB a row."""
     operation = NAMED_FORMS["row-attention-qwen3-8b"]
-    assert floor_bytes(operation, 3, 1000) == 3 * (1000 * 4096 + 2 * 8 * 8192 + 8 * 8)
+    assert floor_bytes(operation, 3, 1000) == 3 * (1000 * 4096 + 2 * 8 * 8192)
 
 
 def test_example_rows_see_what_they_are_said_to() -> None:
-    operation = RowAttentionOperation(RowAttentionForm(9, 3, 16, 300, 4, "bfloat16"))
+    operation = RowAttentionOperation(attention_form(9, 3, 16, 300, 4, "bfloat16"))
     inputs = example_inputs(operation, 2, "cpu", num_live=100)
-    assert extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs]) == {"B": 2, "S": 4}
+    extents = extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs])
+    assert extents == {"T": 8, "P": 11, "B": 2, "D": 2, "S": 4}
     assert {t.name: getattr(torch, t.element_type) for t in operation.inputs} == {n: x.dtype for n, x in inputs.items()}
-    assert inputs["last_seen"].tolist() == [[96, 97, 98, 99]] * 2
+    assert (inputs["past_lengths"] + inputs["query_lengths"]).tolist() == [100, 100]
+    assert len(inputs["block_tables"].unique()) == 10, "no page twice"
+    chunk = example_inputs(
+        RowAttentionOperation(attention_form(9, 3, 16, 300, 4, "bfloat16", num_chunk_slots=32)), 1, "cpu", num_live=100
+    )
+    assert chunk["query_lengths"].tolist() == [0, 32], "no row verifies beside it"
 
 
 def test_every_timed_call_of_attention_sees_as_much_as_it_has_queries_and_no_more_than_a_row() -> None:
     forms = {name: NAMED_FORMS[name] for name in timed_calls()}
     timed = {name: op for name, op in forms.items() if isinstance(op, RowAttentionOperation)}
-    assert max(operation.form.num_slots for operation in timed.values()) == 512, "a prompt chunk is among them"
+    assert max(num_queries(operation.form) for operation in timed.values()) == 512, "a prompt chunk is among them"
     for name, operation in timed.items():
         for num_live, _ in timed_calls()[name]:
-            assert operation.form.num_slots <= num_live <= operation.form.capacity
+            assert num_queries(operation.form) <= num_live <= operation.form.capacity
 
 
 def test_the_table_names_the_share_of_the_floor() -> None:

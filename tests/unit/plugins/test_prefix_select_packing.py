@@ -41,8 +41,9 @@ def test_packed_tensors_equal_those_that_an_engine_makes_from_the_lengths(seed: 
 
 def test_output_names_are_those_of_the_target_graph() -> None:
     outputs = PrefixSelectForm(GAMMA).output_names
-    group = {binding.name for binding in bindings.row_group(bindings.DECODE)}
-    assert group | {bindings.TOKEN_IDS, bindings.POSITIONS, bindings.PADDED_INDICES} <= set(outputs)
+    names = (bindings.group_tokens, bindings.group_past_lengths, bindings.group_query_lengths)
+    group = {name(bindings.DECODE) for name in names}
+    assert group | {bindings.TOKEN_IDS, bindings.POSITIONS} <= set(outputs)
 
 
 def test_inputs_that_the_draft_graph_has_too_are_named_as_there() -> None:

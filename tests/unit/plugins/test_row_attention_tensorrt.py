@@ -1,5 +1,4 @@
-"""TensorRT-RTX places RowAttention behind its KV update and hands it the caches as they stand,
-on a machine without a GPU.
+"""TensorRT-RTX places PageWrite and RowAttention and hands them the pool as it stands, on a machine without a GPU.
 
 The compiler's listing of layers says which buffers each kernel reads and writes. It is not a measurement.
 """
@@ -17,17 +16,24 @@ import pytest
 from dspark_trt_plugins.compile import compile_operation
 from dspark_trt_plugins.operation import NAMESPACE, VERSION, workspace_offsets
 from dspark_trt_plugins.registry import check_kernels, operations_in, register_plugins, unregister_plugins
-from dspark_trt_plugins.row_attention.form import RowAttentionForm
 from dspark_trt_plugins.trt_plugin import load_tensorrt
 from onnx.inliner import inline_local_functions
 
-from tests.support.row_attention_cases import cached_model
-from tests.support.rtx_graphs import ListeningLog
+from tests.support.row_attention_cases import attention_form, paged_model
+from tests.support.rtx_graphs import ONE_SM, ListeningLog
 
-SMS = (80, 86, 89, 120)
 NUM_LAYERS = 2
-FORM = RowAttentionForm(8, 2, 64, 1024, 8, "bfloat16")
-EXTENTS = {"B": (1, 4, 16), "S": (1, 8, 8)}  # smallest, usual, largest
+FORM = attention_form(8, 2, 64, 1024, 8, "bfloat16", num_chunk_slots=128)
+PAGE = (2, 2, 64, 64)
+EXTENTS = {  # smallest, usual, largest
+    "T": (1, 8, 128),
+    "B": (2, 5, 17),
+    "D": (1, 4, 16),
+    "S": (1, 8, 8),
+    "E": (1, 1, 1),
+    "X": (1, 16, 128),
+    "P": (2, 64, 257),
+}
 
 
 @dataclass(frozen=True)
@@ -55,20 +61,19 @@ def trt() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> onnx.ModelProto:
-    return cached_model(FORM, NUM_LAYERS)
+    return paged_model(FORM, NUM_LAYERS)
 
 
 @pytest.fixture
 def registered(trt: Any, model: onnx.ModelProto) -> Iterator[Any]:
-    (operation,) = operations_in(model)
-    bundle = compile_operation(operation, SMS)
-    check_kernels(model, [bundle])
-    register_plugins(trt, [bundle])
-    yield bundle
+    bundles = [compile_operation(operation, ONE_SM) for operation in operations_in(model)]
+    check_kernels(model, bundles)
+    register_plugins(trt, bundles)
+    yield bundles
     unregister_plugins(trt)
 
 
-def build(trt: Any, model: onnx.ModelProto, sms: tuple[int, ...] = SMS) -> Built:
+def build(trt: Any, model: onnx.ModelProto, sms: tuple[int, ...] = ONE_SM, *, aliases: bool = True) -> Built:
     log = ListeningLog(trt)
     builder = trt.Builder(log.logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
@@ -76,6 +81,7 @@ def build(trt: Any, model: onnx.ModelProto, sms: tuple[int, ...] = SMS) -> Built
     assert parser.parse(model.SerializeToString()), [parser.get_error(i).desc() for i in range(parser.num_errors)]
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, aliases)
     config.num_compute_capabilities = len(sms)
     for index, sm in enumerate(sms):
         config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index)
@@ -100,61 +106,55 @@ def _listed(text: str) -> Iterator[Layer]:
 
 
 def _tensors(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    found = re.findall(r"Name: ([^,]+), Dimensions: \[([-\d,]*)\]", text)
+    found = re.findall(r"Name: ([^,]+),(?: Location: Device,)? Dimensions: \[([-\d,]*)\]", text)
     return tuple((name, tuple(int(size) for size in sizes.split(",") if size)) for name, sizes in found)
 
 
 def test_nodes_become_plugin_layers_that_share_their_kernels(trt: Any, model: onnx.ModelProto, registered: Any) -> None:
     built = build(trt, model)
-    assert built.layer_types.count("PLUGIN_V3") == NUM_LAYERS
-    assert built.layer_types.count("KV_CACHE_UPDATE") == 2 * NUM_LAYERS
+    assert built.layer_types.count("PLUGIN_V3") == 2 * NUM_LAYERS
     assert "ATTENTION_INPUT" not in built.layer_types
     assert built.warnings == []
-    assert sorted(registered.kernels) == list(SMS)
-    assert registered.to_bytes() in built.engine
+    assert all(bundle.to_bytes() in built.engine for bundle in registered)
 
 
-@pytest.mark.parametrize("sm", SMS)
-def test_the_plugin_reads_the_caches_in_place(sm: int, trt: Any, model: onnx.ModelProto, registered: Any) -> None:
-    """Under their own names, which are bound memory; and nothing else makes something of the size of a cache."""
-    layers = build(trt, model, (sm,)).layers
-    plugins = [layer for layer in layers if any(name.startswith("attended") for name, _ in layer.writes)]
-    assert len(plugins) == NUM_LAYERS, layers
-    cache = (-1, FORM.num_kv_heads, FORM.capacity, FORM.head_dim)
-    for layer in plugins:
-        read = [(name, shape) for name, shape in layer.reads if FORM.capacity in shape]
-        assert [shape for _, shape in read] == [cache, cache]
-        assert all(name.startswith(("keys", "values")) for name, _ in read), read
-    made = [(layer.name, name) for layer in layers for name, shape in layer.writes if FORM.capacity in shape]
-    assert [name for _, name in made if not name.startswith(("keys", "values"))] == []
+def test_plugins_read_and_write_the_pool_in_place(trt: Any, model: onnx.ModelProto, registered: Any) -> None:
+    """Under its own names, which are bound memory; and nothing else makes something of the size of a pool."""
+    layers = build(trt, model).layers
+    read = [(layer.name, name) for layer in layers for name, shape in layer.reads if shape[1:] == PAGE]
+    made = [(layer.name, name) for layer in layers for name, shape in layer.writes if shape[1:] == PAGE]
+    assert sorted(name for _, name in read) == ["pages.0", "pages.0.out", "pages.1", "pages.1.out"]
+    assert sorted(made) == [("PageWrite.0", "pages.0.out"), ("PageWrite.1", "pages.1.out")]
+
+
+def test_writing_in_place_has_to_be_switched_on(trt: Any, model: onnx.ModelProto, registered: Any) -> None:
+    with pytest.raises(AssertionError, match=r"Aliased I/O used by plugin PageWrite\.\d but PreviewFe"):
+        build(trt, model, aliases=False)
 
 
 def test_layers_share_one_workspace(trt: Any, model: onnx.ModelProto, registered: Any) -> None:
     """What the compiler wants besides inputs and outputs: one workspace, and queries between layers."""
-    built = build(trt, cached_model(FORM, 6), (120,))
-    largest = {name: size[2] for name, size in EXTENTS.items()}
-    _, workspace = workspace_offsets(operations_in(model)[0].workspace, largest)
+    built = build(trt, paged_model(FORM, 6))
+    _, workspace = workspace_offsets(operations_in(model)[1].workspace, {})
     assert workspace < built.scratch_bytes < 2 * workspace
 
 
 def test_without_the_plugin_the_body_becomes_native_attention(trt: Any, model: onnx.ModelProto) -> None:
     unregister_plugins(trt)  # of a runtime that other tests opened in this process
-    built = build(
-        trt, inline_local_functions(model), (89,)
-    )  # the parser warns of names where a function is called twice
+    built = build(trt, inline_local_functions(model))  # the parser warns of names where a function is called twice
     assert built.layer_types.count("ATTENTION_INPUT") == NUM_LAYERS
     assert "PLUGIN_V3" not in built.layer_types
-    assert built.warnings == []
+    assert [each for each in built.warnings if "used only at compile-time" not in each] == []
 
 
 def test_an_engine_gives_the_plugin_back_as_it_was(trt: Any, model: onnx.ModelProto, registered: Any) -> None:
-    (operation,) = operations_in(model)
+    _, operation = operations_in(model)
     creator = trt.get_plugin_registry().get_creator(operation.name, VERSION, NAMESPACE)
     fields = [_field(trt, name, value) for name, value in operation.attributes.items()]
     made = creator.create_plugin("built", trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
     read = creator.create_plugin("read", made.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME)
     assert read.operation == operation
-    assert read.kernels.bundle.to_bytes() == registered.to_bytes()
+    assert read.kernels.bundle.to_bytes() == registered[1].to_bytes()
     others = [
         creator.create_plugin("of another layer", made.get_fields_to_serialize(), trt.TensorRTPhase.RUNTIME),
         read.clone(),

@@ -40,7 +40,7 @@ def test_products_of_float16_are_summed_in_float32(sm: int, monkeypatch: pytest.
         return result
 
     monkeypatch.setattr(triton, "compile", keep)
-    compile_operation(RowAttentionOperation(RowAttentionForm(4, 2, 64, 96, 3, "float16")), [sm])
+    compile_operation(RowAttentionOperation(RowAttentionForm(4, 2, 64, 64, 2, 3, 0, True, "float16")), [sm])
     products = {line.split()[0] for ptx in code for line in ptx.splitlines() if "mma" in line}
     assert products == {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"}
 
