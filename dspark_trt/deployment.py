@@ -18,7 +18,7 @@ from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from
 from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
-from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
+from dspark_trt.contract.protocol import DraftEngine, PageLimits, StepEngine, TargetEngine
 from dspark_trt.contract.scheduler import DEFAULT_MAX_STRETCH, SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
 from dspark_trt.runtime.loop import DecodingLoop, OnVerified
@@ -38,6 +38,7 @@ class Deployment:
     drafter: DraftEngine | None  # None: drafts are copied from each request's own text
     step: StepEngine | None
     acceptance: AcceptEngine | None  # None: the runtime accepts, slot by slot
+    pages: PageLimits | None  # of engines whose rows share pages
     step_table: StepTable
     calibration: Calibration
     lookup: LookupAcceptance | None  # None: no drafts are copied from a request's own text
@@ -73,6 +74,7 @@ class Deployment:
             eos_token_ids=self.target_spec.eos_token_ids,
             decode=self.codec.decode,
             scheduler=scheduler,
+            pages=self.pages,
             prefix_cache=prefix_cache,
             on_verified=on_verified,
             max_stretch=max_stretch,
@@ -111,7 +113,11 @@ def load_deployment(folder: Path, *, step_table: Path | None = None) -> Deployme
             check_outputs(folder / name, manifest)
     checkpoints = folder / "checkpoints"
     table = table_for_here(folder, summary) if step_table is None else StepTable.load(step_table)
-    engines = open_engines(folder, use_cuda_graphs=summary.recipe.uses_cuda_graphs)
+    engines = open_engines(
+        folder,
+        use_cuda_graphs=summary.recipe.uses_cuda_graphs,
+        gpu_memory_utilization=summary.recipe.gpu_memory_utilization,
+    )
     source = read_draft_source(folder)
     calibration = load_calibration(folder / "calibration" / CALIBRATION_FILE, gamma=source.gamma)
     return Deployment(
@@ -122,6 +128,7 @@ def load_deployment(folder: Path, *, step_table: Path | None = None) -> Deployme
         drafter=engines.drafter,
         step=engines.step,
         acceptance=engines.acceptance,
+        pages=engines.pages,
         step_table=table,
         calibration=calibration.calibration,
         lookup=calibration.lookup_acceptance if summary.recipe.lookup == "auto" else None,

@@ -106,8 +106,8 @@ def _compiled(
     common: dict[str, Any] = {"limits": limits, "precision": "bf16"}
     spec = drafter.spec
     taps: dict[str, Any] = {"taps": spec.target_layer_ids, "norm_last_tap": spec.is_last_tap_normed}
-    write_target_graph(target, graphs, **taps, gamma=spec.gamma, attention="standard", **common)
-    write_drafter_graphs(target, drafter, graphs, attention="standard", **common)
+    write_target_graph(target, graphs, **taps, gamma=spec.gamma, attention="paged", **common)
+    write_drafter_graphs(target, drafter, graphs, attention="paged", **common)
     write_select_graph(drafter.spec, graphs, **common)
     compile_graphs(graphs, engines, CompileSettings(backend))
     return open_tensorrt_engines(build, EngineSettings(backend=backend))

@@ -55,7 +55,11 @@ def measure(
 ) -> CalibrationFile:
     """Decode the prompts with every draft verified, fit and measure (see calibration/run.py)."""
     build = context.output
-    engines = open_engines(build, use_cuda_graphs=context.recipe.uses_cuda_graphs)
+    engines = open_engines(
+        build,
+        use_cuda_graphs=context.recipe.uses_cuda_graphs,
+        gpu_memory_utilization=context.recipe.gpu_memory_utilization,
+    )
     codec = TextCodec.load(build / "checkpoints" / "tokenizer")
     source = read_draft_source(build)
     target = target_spec_from_json(json.loads((build / "checkpoints" / "target.json").read_text()))
@@ -67,6 +71,7 @@ def measure(
             codec.decode,
             target.eos_token_ids,
             engines.acceptance,
+            engines.pages,
             num_trajectory_drafts=source.gamma if keeps_trajectories else 0,
         ),
         codec.encode_prompt,

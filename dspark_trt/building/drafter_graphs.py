@@ -69,7 +69,7 @@ def _write(context: Context, drafter: DrafterCheckpoint, folder: Path, form: Dra
         folder,
         limits=context.limits,
         precision=context.precision,
-        attention="standard" if context.is_on_device else "drafter",
+        attention="paged" if context.is_on_device else "drafter",
         form=form,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import UNMEASURED_LOOKUP
-from dspark_trt.contract.protocol import DraftEngine, TargetEngine
+from dspark_trt.contract.protocol import DraftEngine, PageLimits, TargetEngine
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 
@@ -23,6 +23,7 @@ class UnpricedLoops:
     decode: Callable[[Sequence[int]], str]
     eos_token_ids: Sequence[int] = ()
     acceptance: AcceptEngine | None = None
+    pages: PageLimits | None = None  # of engines whose rows share pages
     num_trajectory_drafts: int = 0  # of drafter lookahead, which needs a loop to be seen
 
     def __call__(self, scheduler: SchedulerConfig, on_verified: OnVerified | None = None) -> DecodingLoop:
@@ -38,5 +39,6 @@ class UnpricedLoops:
             eos_token_ids=self.eos_token_ids,
             decode=self.decode,
             scheduler=scheduler,
+            pages=self.pages,
             on_verified=on_verified,
         )

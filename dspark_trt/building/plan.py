@@ -29,6 +29,8 @@ from dspark_trt.checkpoints.spec import (
 )
 from dspark_trt.checkpoints.target import read_target_spec
 from dspark_trt.checkpoints.vocabularies import check_vocabularies
+from dspark_trt.contract.dims import device_attention, drafter_dims, target_dims
+from dspark_trt.contract.page_plan import OTHER_DEVICE_BYTES, PagePlan, page_bytes, plan_pages, table_width
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import CapacityError
@@ -57,7 +59,10 @@ class BuildPlan:
     output: Path
     max_seq_len: int
     weight_bytes: int  # of both models, as the engines hold them
-    kv_bytes: int  # of both, for all rows at full length; taken when the engines are opened
+    kv_bytes: (
+        int  # of both: on a CPU of all rows at full length; on a GPU of all pages, or of one row where it is not here
+    )
+    pages: PagePlan | None  # on a GPU that is here
     disk_bytes: int  # of the finished build, at most
     seconds: float  # a guess
 
@@ -76,12 +81,18 @@ class BuildPlan:
                 f"{recipe.max_requests} requests, {self.max_seq_len} positions, {recipe.max_batch_tokens} tokens a step"
             ),
             "scheduler": recipe.scheduler,
-            "memory": (
-                f"{_gb(self.memory_bytes)}: {_gb(self.weight_bytes)} weights, {_gb(self.kv_bytes)} KV of all rows"
-            ),
+            "memory": f"{_gb(self.memory_bytes)}: {_gb(self.weight_bytes)} weights, {self._kv}",
             "disk": f"{_gb(self.disk_bytes)} at most, in {self.output}",
             "time": f"about {math.ceil(self.seconds / 60)} min (a guess)",
         }
+
+    @property
+    def _kv(self) -> str:
+        if self.recipe.backend == "onnxruntime":
+            return f"{_gb(self.kv_bytes)} KV of all rows"
+        if self.pages is None:
+            return f"{_gb(self.kv_bytes)} KV of each request of {self.max_seq_len} positions, shared pages"
+        return f"KV {self.pages.words} (--gpu-memory-utilization {self.recipe.gpu_memory_utilization:g})"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -92,6 +103,7 @@ class BuildPlan:
             "max_seq_len": self.max_seq_len,
             "weight_bytes": self.weight_bytes,
             "kv_bytes": self.kv_bytes,
+            "num_pages": None if self.pages is None else self.pages.num_pages,
             "disk_bytes": self.disk_bytes,
             "seconds": round(self.seconds),
         }
@@ -143,8 +155,9 @@ def _sized(
     weight_bytes = int(sum(map(math.prod, shapes)) * WEIGHT_BYTES[recipe.precision])
     is_on_device = recipe.backend != "onnxruntime"
     positions = limits.max_requests * (limits.max_seq_len + limits.max_batch_tokens)
-    element = 2 if is_on_device else 4
-    kv_bytes = sum(positions * element * _kv_elements(each) for each in decoders)
+    kv_bytes, pages = sum(positions * 4 * _kv_elements(each) for each in decoders), None
+    if is_on_device:
+        kv_bytes, pages = _on_device(recipe, target, drafter, limits, weight_bytes)
     # engines hold the weights again, and a tied or shared head once more
     head = target.decoder.vocab_size * target.decoder.hidden_size * WEIGHT_BYTES[recipe.precision]
     disk_bytes = int((2 * weight_bytes + 2 * head) if is_on_device else weight_bytes + head)
@@ -158,9 +171,32 @@ def _sized(
         max_seq_len=limits.max_seq_len,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
+        pages=pages,
         disk_bytes=disk_bytes,
         seconds=seconds + (disk_bytes * _COMPILE_S_PER_BYTE if is_on_device else 0),
     )
+
+
+def _on_device(
+    recipe: BuildRecipe, target: TargetSpec, drafter: DraftSource, limits: EngineLimits, weight_bytes: int
+) -> tuple[int, PagePlan | None]:
+    """Bytes of the KV pool, and its pages, where the GPU is here; else what one request of full length takes."""
+    common: dict[str, Any] = {"limits": limits, "element_type": "float16" if recipe.precision == "fp16" else "bfloat16"}
+    of_target = target_dims(target, num_taps=drafter.num_taps, attention="paged", **common)
+    of_drafter = None
+    if not isinstance(drafter, NgramSpec):
+        of_drafter = drafter_dims(drafter, attention=device_attention(drafter), **common)
+    gpu = look_for_gpu()
+    if not isinstance(gpu, Gpu) or (recipe.compute_capabilities or (gpu.sm,)) != (gpu.sm,):  # for another GPU
+        return table_width(of_target, of_drafter) * page_bytes(of_target, of_drafter), None
+    pages = plan_pages(
+        of_target,
+        of_drafter,
+        device_bytes=gpu.memory_bytes,
+        utilization=recipe.gpu_memory_utilization,
+        other_bytes=weight_bytes + OTHER_DEVICE_BYTES,
+    )
+    return pages.kv_bytes, pages
 
 
 def _kv_elements(decoder: DecoderSpec) -> int:
@@ -170,10 +206,9 @@ def _kv_elements(decoder: DecoderSpec) -> int:
 
 
 def _check_memory(plan: BuildPlan) -> None:
-    is_on_device, gpu = plan.recipe.backend != "onnxruntime", look_for_gpu()
-    if is_on_device and (not isinstance(gpu, Gpu) or (plan.recipe.compute_capabilities or (gpu.sm,)) != (gpu.sm,)):
-        return  # compiled for another GPU
-    available = gpu.memory_bytes if is_on_device and isinstance(gpu, Gpu) else cpu.memory_bytes()
+    if plan.recipe.backend != "onnxruntime":
+        return  # pages are as many as fit
+    available = cpu.memory_bytes()
     if plan.memory_bytes > available:
         raise CapacityError(
             f"memory: the engines need {_gb(plan.memory_bytes)} ({_gb(plan.weight_bytes)} weights, "

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from dspark_trt.building.option import Option
 from dspark_trt.contract.drafter_form import DrafterPrecision
+from dspark_trt.contract.page_plan import DEFAULT_UTILIZATION
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError, abridged, place
@@ -48,7 +49,10 @@ class BuildRecipe(BaseModel):
         tuple[int, ...], Option(default="the GPU here", flag="--compute-capability", metavar="SM")
     ] = Field(default=(), description="tensorrt_rtx: SM to compile for ahead of time, e.g. 89; several times.")
     max_requests: int = Field(
-        default=32, ge=1, le=1024, description="Requests decoded at once; KV memory is taken for all of them."
+        default=32,
+        ge=1,
+        le=1024,
+        description="Requests decoded at once. On a CPU KV memory is taken for all of them; on a GPU they share pages.",
     )
     max_seq_len: Annotated[int | None, Option(default="4096, or the target's limit")] = Field(
         default=None, ge=16, description="Prompt and generated tokens of a request."
@@ -104,6 +108,13 @@ class BuildRecipe(BaseModel):
     )
     num_threads: Annotated[int | None, Option(default="the cores here")] = Field(
         default=None, ge=1, le=256, description="onnxruntime: threads of an engine."
+    )
+    gpu_memory_utilization: float = Field(
+        default=DEFAULT_UTILIZATION,
+        gt=0.0,
+        le=1.0,
+        description="tensorrt and tensorrt_rtx: share of the GPU's memory that the engines take; what weights leave of "
+        "it holds keys and values.",
     )
     cuda_graphs: Literal["auto", "off"] = Field(
         default="auto",

@@ -67,7 +67,7 @@ def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
         limits=limits,
         gamma=context.draft_source.gamma,
         precision=precision,
-        attention="standard" if is_on_device else "gqa",
+        attention="paged" if is_on_device else "gqa",
     )
     if drafter is None:
         return
@@ -88,6 +88,7 @@ def _make_engines(context: Context, folder: Path, progress: Progress) -> None:
             settings.backend,
             context.recipe.compute_capabilities,
             known_timings=context.output / ENGINE_FOLDER / TIMING_CACHE,
+            gpu_memory_utilization=context.recipe.gpu_memory_utilization,
         )
         with deferred_interrupt() as check_interrupt:
 
@@ -110,7 +111,11 @@ def measure_step_table(context: Context, progress: Progress, budget_s: float = m
     Raises EnvironmentMissingError where the engines' GPU is not.
     """
     _check_can_measure(context)
-    engines = open_engines(context.output, use_cuda_graphs=context.recipe.uses_cuda_graphs)
+    engines = open_engines(
+        context.output,
+        use_cuda_graphs=context.recipe.uses_cuda_graphs,
+        gpu_memory_utilization=context.recipe.gpu_memory_utilization,
+    )
     table = profile(
         engines.target,
         engines.drafter,
@@ -126,7 +131,10 @@ def measure_step_table(context: Context, progress: Progress, budget_s: float = m
     )
     codec = TextCodec.load(context.output / "checkpoints" / "tokenizer")
     return with_host_time(
-        table, UnpricedLoops(engines.target, engines.drafter, codec.decode, acceptance=engines.acceptance)
+        table,
+        UnpricedLoops(
+            engines.target, engines.drafter, codec.decode, acceptance=engines.acceptance, pages=engines.pages
+        ),
     )
 
 

@@ -2,7 +2,7 @@
 
 Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` vocabulary, `D` hidden, `M` tap layers,
 `K` KV heads, `C` row capacity, `H` head dim, `X` width of a row state; `B` KV rows and `S` padded query length of one
-row group.
+row group; `P` pages of the pool and `W` pages of a row.
 
 A *row group* is one attention call: a contiguous range of B KV rows with their queries padded to S. The target has two,
 `decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row
@@ -11,28 +11,36 @@ without tokens, B = S = 1.
 Caches are bound as that range of the pool, and every cache output is the same memory as its input.
 Two graphs have modules of their own: `model_bindings` and `select_bindings`.
 
+With pages (`paged` attention) a row group is a list of B block tables, no range: its rows stand in the order of their
+tokens, prompt chunks are not padded to one another in memory, and the whole pool is bound once. Page 0 is nobody's:
+what padding writes goes there.
+
 | graph | input | type, shape | meaning |
 |---|---|---|---|
 | target | token_ids | int64 [T] | decode tokens first, then prefill tokens |
 | | positions | int64 [T] | |
 | | logit_rows | int64 [L] | packed indices whose logits are wanted |
-| | padded_indices | int64 [T] | where a token's attention output stands: b * S + i, prefill behind decode |
+| | padded_indices | int64 [T] | rows: where a token's attention output stands: b * S + i, prefill behind decode |
 | | {group}.tokens | int64 [B, S] | packed index of each padded query; padding points at any token |
 | | {group}.past_lengths | int64 [B] | valid positions of the row; 0 for a row without tokens |
 | | {group}.query_lengths | int64 [B] | tokens of the row, 0 for a row without tokens |
-| | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | range of the pool; K and H are the layer's |
+| | {group}.block_tables | int64 [B, W] | pages: the page of each page_positions positions of a row |
+| | {group}.key_cache.{layer}, .value_cache. | float [B, K, C, H] | rows: range of the pool; K and H are the layer's |
+| | kv_cache.{layer} | float [P, 2, K, page_positions, H] | pages: the pool, keys and values |
 | ingest | taps | float [T, M*D] | absent without tap layers |
 | | token_ids | int64 [T] | where the family reads ids (`DrafterDims.ingested_ids`) |
 | | last_tokens | int64 [R] | where rows have a state: packed index of each segment's last token |
 | | positions | int64 [T] | this and what follows: where there are caches |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
-| | context.tokens, .past_lengths, .query_lengths | int64 | other attention: a row group |
+| | context.tokens, .past_lengths, .query_lengths | int64 | `standard` attention: a row group |
+| | context.query_lengths, .block_tables | int64 | pages |
 | draft | anchor_ids, past_lengths | int64 [R] | |
 | | row_states | float [R, X] | where rows have a state: that of the row's last ingested position |
 | | temperatures, uniforms | float32 [R], [R, G] | |
-| | block_rows | int64 [R] | the request's row within the range |
-| | row_requests | int64 [B] | the request of each row of the range; any for a row without request |
-| | row_query_lengths | int64 [B] | 1 for a row with a request, 0 for one without |
+| | block_rows | int64 [R] | rows: the request's row within the range |
+| | row_requests | int64 [B] | rows: the request of each row of the range; any for a row without request |
+| | row_query_lengths | int64 [B] | rows: 1 for a row with a request, 0 for one without |
+| | context.block_tables | int64 [R, W] | pages: of each request; zeros for padding |
 
 | graph | output | type, shape |
 |---|---|---|
@@ -126,6 +134,19 @@ def value_cache(group: str, layer: int) -> str:
     return f"{group}.value_cache.{layer}"
 
 
+def group_block_tables(group: str) -> str:
+    return f"{group}.block_tables"
+
+
+def page_cache(layer: int) -> str:
+    return f"kv_cache.{layer}"
+
+
+def is_cache(name: str) -> bool:
+    """Whether an input or output is a part of the KV memory."""
+    return "_cache." in name
+
+
 def cache_output(cache: str) -> str:
     return f"{cache}.out"
 
@@ -138,18 +159,26 @@ def cache_slot_output(cache: str, slot: int) -> str:
     return f"{cache}.slot_{slot}"
 
 
-def row_group(group: str) -> tuple[Binding, ...]:
+def row_group(group: str, dims: TargetDims | DrafterDims) -> tuple[Binding, ...]:
     """The index inputs of one row group."""
     rows, query = f"B_{group}", f"S_{group}"
+    cache = dims.cache
+    tables = Binding(group_block_tables(group), "int64", (rows, cache.table_width)) if cache.page_positions else None
     return (
         Binding(group_tokens(group), "int64", (rows, query)),
         Binding(group_past_lengths(group), "int64", (rows,)),
         Binding(group_query_lengths(group), "int64", (rows,)),
+        *((tables,) if tables else ()),
     )
 
 
 def caches(group: str, dims: TargetDims | DrafterDims) -> tuple[Binding, ...]:
-    """Cache inputs: keys and values, layer after layer."""
+    """Cache inputs: keys and values, layer after layer; with pages, the pool of each layer, whatever the group."""
+    if dims.cache.page_positions:
+        return tuple(
+            Binding(page_cache(layer), dims.element_type, ("P", *dims.cache.page_shape_of(layer)))
+            for layer in range(dims.cache.num_layers)
+        )
     return tuple(
         Binding(name(group, layer), dims.element_type, (f"B_{group}", *dims.cache.row_shape_of(layer)))
         for layer in range(dims.cache.num_layers)
@@ -161,14 +190,19 @@ def cache_outputs(group: str, dims: TargetDims | DrafterDims) -> tuple[Binding, 
     return tuple(Binding(cache_output(b.name), b.element_type, b.shape) for b in caches(group, dims))
 
 
+def _target_caches(dims: TargetDims) -> tuple[Binding, ...]:
+    groups = TARGET_GROUPS[:1] if dims.cache.page_positions else TARGET_GROUPS
+    return tuple(binding for group in groups for binding in caches(group, dims))
+
+
 def target_inputs(dims: TargetDims) -> tuple[Binding, ...]:
     return (
         Binding(TOKEN_IDS, "int64", ("T",)),
         Binding(POSITIONS, "int64", ("T",)),
         Binding(LOGIT_ROWS, "int64", ("L",)),
-        Binding(PADDED_INDICES, "int64", ("T",)),
-        *(binding for group in TARGET_GROUPS for binding in row_group(group)),
-        *(binding for group in TARGET_GROUPS for binding in caches(group, dims)),
+        *(() if dims.cache.page_positions else (Binding(PADDED_INDICES, "int64", ("T",)),)),
+        *(binding for group in TARGET_GROUPS for binding in row_group(group, dims)),
+        *_target_caches(dims),
     )
 
 
@@ -177,14 +211,16 @@ def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
     return (
         Binding(LOGITS, "float32", ("L", dims.vocab_size)),
         *taps,
-        *(binding for group in TARGET_GROUPS for binding in cache_outputs(group, dims)),
+        *(Binding(cache_output(b.name), b.element_type, b.shape) for b in _target_caches(dims)),
     )
 
 
 def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
     where: tuple[Binding, ...] = ()
     if dims.cache.num_layers:
-        of_rows = (Binding(ROWS, "int64", ("T",)),) if dims.attention == "drafter" else row_group(CONTEXT)
+        of_rows = (Binding(ROWS, "int64", ("T",)),) if dims.attention == "drafter" else row_group(CONTEXT, dims)
+        if dims.cache.page_positions:
+            of_rows = of_rows[2:]  # nothing attends: how many tokens each row has, and where they go
         where = (Binding(POSITIONS, "int64", ("T",)), *of_rows)
     return (
         *((Binding(TAPS, dims.element_type, ("T", dims.tap_width)),) if dims.num_taps else ()),
@@ -205,15 +241,20 @@ def _row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
 
 
 def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    where: tuple[Binding, ...] = (
+        Binding(BLOCK_ROWS, "int64", ("R",)),
+        Binding(ROW_REQUESTS, "int64", (f"B_{CONTEXT}",)),
+        Binding(ROW_QUERY_LENGTHS, "int64", (f"B_{CONTEXT}",)),
+    )
+    if dims.cache.page_positions:
+        where = (Binding(group_block_tables(CONTEXT), "int64", ("R", dims.cache.table_width)),)
     return (
         Binding(ANCHOR_IDS, "int64", ("R",)),
         Binding(PAST_LENGTHS, "int64", ("R",)),
         Binding(TEMPERATURES, "float32", ("R",)),
         Binding(UNIFORMS, "float32", ("R", dims.gamma)),
         *_row_states(ROW_STATES, dims),
-        Binding(BLOCK_ROWS, "int64", ("R",)),
-        Binding(ROW_REQUESTS, "int64", (f"B_{CONTEXT}",)),
-        Binding(ROW_QUERY_LENGTHS, "int64", (f"B_{CONTEXT}",)),
+        *where,
         *caches(CONTEXT, dims),
     )
 

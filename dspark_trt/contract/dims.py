@@ -22,19 +22,24 @@ from dspark_trt.checkpoints.spec import (
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import EngineBuildError
 
-Attention = Literal["gqa", "drafter", "standard"]
+Attention = Literal["gqa", "drafter", "standard", "paged"]
+PORTABLE: frozenset[Attention] = frozenset(("standard", "paged"))  # in standard operators and `dspark` nodes
 FloatType = Literal["float32", "float16", "bfloat16"]  # of weights, hidden states, taps and caches
 
 METADATA_KEY = "dspark_dims"  # of the graph's metadata_props
 SCHEMA_VERSION = 3
-# Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where
-# TensorRT takes an address, at multiples of 256 bytes.
+# Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels.
 TILE_POSITIONS = 64
+PAGE_POSITIONS = 64  # of a page of `paged` attention: a tile of the kernels at head dim 128
 
 
 @dataclass(frozen=True, slots=True)
 class CacheDims:
-    """The KV memory of one model: for each layer a key and a value array [num_rows, K, C, H]."""
+    """The KV memory of one model: for each layer a key and a value array [num_rows, K, C, H].
+
+    With pages it is, for each layer, [P, 2, K, page_positions, H], where P is found out when engines are opened; C is
+    what the pages of a row have room for.
+    """
 
     num_layers: int
     num_rows: int
@@ -42,6 +47,22 @@ class CacheDims:
     capacity: int  # C
     head_dim: int  # H
     layer_heads: tuple[tuple[int, int], ...] = ()  # K and H of each layer, where they differ
+    page_positions: int = 0  # 0: rows
+
+    @property
+    def table_width(self) -> int:
+        """Pages that a row may have."""
+        return self.capacity // self.page_positions
+
+    def page_shape_of(self, layer: int) -> tuple[int, int, int, int]:
+        """[2, K, page_positions, H] of that layer: keys, then values."""
+        num_kv_heads, _, head_dim = self.row_shape_of(layer)
+        return (2, num_kv_heads, self.page_positions, head_dim)
+
+    @property
+    def page_elements(self) -> int:
+        """Of one page in all layers."""
+        return sum(math.prod(self.page_shape_of(layer)) for layer in range(self.num_layers))
 
     def row_shape_of(self, layer: int) -> tuple[int, int, int]:
         """[K, C, H] of that layer."""
@@ -66,6 +87,7 @@ class TargetDims:
     hidden_size: int  # D
     num_taps: int  # M
     element_type: FloatType = "float32"
+    pads_chunks: bool = False  # with pages: a layer attends over rows padded to the longest chunk
 
     @property
     def tap_width(self) -> int:
@@ -108,13 +130,23 @@ def target_dims(
     attention: Attention,
     element_type: FloatType = "float32",
 ) -> TargetDims:
-    """A row has room for max_seq_len and the longest query behind it, padding included.
+    """A row has room for max_seq_len and the longest query behind it, padding included; with pages, where nothing is
+    padded, for max_seq_len.
 
     The region [max_seq_len, C) never holds a valid position, so rows without tokens may be written there.
     """
-    cache = _cache(spec.decoder, limits, limits.max_seq_len + limits.max_batch_tokens, attention)
+    is_paged = attention == "paged"
+    behind = 0 if is_paged else limits.max_batch_tokens
+    cache = _cache(spec.decoder, limits, limits.max_seq_len + behind, attention)
     return TargetDims(
-        limits, cache, attention, spec.decoder.vocab_size, spec.decoder.hidden_size, num_taps, element_type
+        limits,
+        cache,
+        attention,
+        spec.decoder.vocab_size,
+        spec.decoder.hidden_size,
+        num_taps,
+        element_type,
+        pads_chunks=is_paged and not all(attends_live(spec.decoder, layer, limits) for layer in _layers(spec.decoder)),
     )
 
 
@@ -149,19 +181,36 @@ def drafter_dims(
     )
 
 
+def device_attention(spec: DrafterSpec) -> Attention:
+    """The form that a drafter takes on a device: blocks stand in the pages of the target's rows, other families in
+    rows of their own."""
+    return "paged" if isinstance(spec, BlockDrafterSpec) else "standard"
+
+
+def attends_live(spec: DecoderSpec, layer: int, limits: EngineLimits) -> bool:
+    """Whether the kernels of `dspark::RowAttention` do a layer: they know neither a window nor another scale."""
+    window = spec.window_of(layer)
+    return spec.gemma is None and (window is None or window >= limits.max_seq_len)
+
+
+def _layers(spec: DecoderSpec) -> range:
+    return range(spec.num_layers)
+
+
 def host_attention(spec: DrafterSpec) -> Attention:
     """The form that a drafter takes on ONNX Runtime, where its head size allows it."""
     return "gqa" if isinstance(spec, LanguageModelSpec) else "drafter"
 
 
 def _cache(spec: DecoderSpec, limits: EngineLimits, capacity: int, attention: Attention) -> CacheDims:
-    if attention == "standard":
+    if attention in PORTABLE:
         capacity = -(-capacity // TILE_POSITIONS) * TILE_POSITIONS
     shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
     heads = tuple((shape.num_kv_heads, shape.head_dim) for shape in shapes)
     num_kv_heads, head_dim = heads[0] if heads else (spec.num_kv_heads, spec.head_dim)
     of_layers = heads if len(set(heads)) > 1 else ()
-    return CacheDims(spec.num_layers, limits.max_requests, num_kv_heads, capacity, head_dim, of_layers)
+    page_positions = PAGE_POSITIONS if attention == "paged" else 0
+    return CacheDims(spec.num_layers, limits.max_requests, num_kv_heads, capacity, head_dim, of_layers, page_positions)
 
 
 def to_metadata(dims: TargetDims | DrafterDims) -> dict[str, str]:
@@ -169,6 +218,10 @@ def to_metadata(dims: TargetDims | DrafterDims) -> dict[str, str]:
     fields = asdict(dims)
     if not dims.cache.layer_heads:
         del fields["cache"]["layer_heads"]
+    if not dims.cache.page_positions:
+        del fields["cache"]["page_positions"]
+    if not fields.get("pads_chunks"):
+        fields.pop("pads_chunks", None)
     return {METADATA_KEY: json.dumps({"schema_version": SCHEMA_VERSION, **fields})}
 
 

@@ -27,7 +27,7 @@ def model_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
         Binding(bindings.POSITIONS, "int64", ("T",)),
         Binding(bindings.LOGIT_ROWS, "int64", ("L",)),
         Binding(bindings.PADDED_INDICES, "int64", ("T",)),
-        *row_group(bindings.CONTEXT),
+        *row_group(bindings.CONTEXT, dims),
         Binding(bindings.TEMPERATURES, "float32", ("L",)),
         Binding(bindings.UNIFORMS, "float32", ("L", 1)),
         *caches(bindings.CONTEXT, dims),

@@ -8,6 +8,11 @@ An engine owns the KV memory as `max_requests` rows. The runtime says which row 
 row's positions are valid (`past_lengths`); the engine never remembers lengths. A call writes K/V at positions
 [past, past + query_length) of each row; what lies behind the length that the runtime commits is overwritten later.
 Rows that a call does not name keep what they hold: the runtime reuses what ended requests left there.
+
+Engines of a device own KV memory as pages that rows share (`PageLimits`): the runtime says in every call which pages
+the rows have, in the order of their positions. Target and drafter have the same pages: page p of one and page p of the
+other hold the same positions of the same request. What such an engine keeps by row beside pages, it keeps under the
+row's number.
 """
 
 from __future__ import annotations
@@ -34,6 +39,20 @@ class EngineLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class PageLimits:
+    """The KV memory of engines with pages, fixed when they are opened."""
+
+    num_pages: int  # pages 0 .. num_pages - 1; page 0 is nobody's
+    page_positions: int
+    table_width: int  # pages that a row has at most: max_seq_len and a draft block behind it fit
+    num_block_positions: int  # positions behind the valid ones that a step of a row which decodes writes at most
+
+    def pages_for(self, num_positions: int) -> int:
+        """Pages that so many positions take."""
+        return -(-num_positions // self.page_positions)
+
+
+@dataclass(frozen=True, slots=True)
 class TargetBatch:
     """One target call: packed tokens, segment after segment; a segment is one request's tokens of this call.
 
@@ -47,6 +66,7 @@ class TargetBatch:
     query_lengths: Int64  # [R], tokens of the segment, >= 1; sums to T
     num_decode: int
     logit_rows: Int64  # [L], packed indices whose logits are wanted, ascending
+    block_tables: Int64 | None = None  # [R, W] pages of each segment's row, 0 behind them; None: rows, not pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +93,7 @@ class IngestBatch:
     query_lengths: Int64  # [R], >= 1; sums to T
     token_ids: Int64 | None = None  # [T] at each position; not needed where taps alone are read
     next_ids: Int64 | None = None  # [T] behind each position; not needed where taps alone are read
+    block_tables: Int64 | None = None  # [R, W], as the target's
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +109,7 @@ class DraftBatch:
     temperatures: Float32  # [R], 0 = argmax
     uniforms: Float32  # [R, n] in [0, 1)
     wants_logits: bool = True  # whether somebody reads draft_logits: not where every draft is an argmax
+    block_tables: Int64 | None = None  # [R, W], as the target's
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +172,8 @@ class TargetEngine(Protocol):
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         """Copy the first `num_positions` of a row's K/V to another row, where nothing that stood behind them counts any
-        more; `source` stays as it is, also where the copy fails. The same row twice: its first positions stay."""
+        more; `source` stays as it is, also where the copy fails. The same row twice: its first positions stay.
+        With pages, what is kept by row beside them alone: pages follow their tables."""
         ...
 
 

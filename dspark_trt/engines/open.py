@@ -9,7 +9,8 @@ from pathlib import Path
 from dspark_trt.checkpoints.spec import NgramSpec
 from dspark_trt.checkpoints.spec_json import read_draft_source
 from dspark_trt.contract.acceptance import AcceptEngine
-from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
+from dspark_trt.contract.page_plan import DEFAULT_UTILIZATION
+from dspark_trt.contract.protocol import DraftEngine, PageLimits, StepEngine, TargetEngine
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.machine.gpu import Gpu, look_for_gpu
@@ -24,6 +25,7 @@ class OpenEngines:
     drafter: DraftEngine | None  # None: drafts are copied from each request's own text
     step: StepEngine | None = None  # both on one device, where there is one
     acceptance: AcceptEngine | None = None  # on that device; None: the runtime accepts, slot by slot
+    pages: PageLimits | None = None  # of engines whose rows share pages
     synchronize: Callable[[], None] = lambda: None  # wait for what the engines have enqueued
 
 
@@ -46,10 +48,13 @@ def check_device(build: Path) -> None:
         raise EnvironmentMissingError(f"{build} holds engines for {settings.device}: {'; '.join(lacks)}")
 
 
-def open_engines(build: Path, *, use_cuda_graphs: bool = True) -> OpenEngines:
+def open_engines(
+    build: Path, *, use_cuda_graphs: bool = True, gpu_memory_utilization: float = DEFAULT_UTILIZATION
+) -> OpenEngines:
     """Open the target of the build directory `build`, and its drafter where it has one.
 
-    `use_cuda_graphs`: whether engines on a GPU may record CUDA graphs.
+    `use_cuda_graphs`: whether engines on a GPU may record CUDA graphs; `gpu_memory_utilization`: how much of its memory
+    they may take.
 
     Raises what check_device raises; EnvironmentMissingError when the backend's package is missing or of another
     version, EngineBuildError when an engine cannot be opened.
@@ -71,5 +76,9 @@ def open_engines(build: Path, *, use_cuda_graphs: bool = True) -> OpenEngines:
             f"{build} holds engines of {settings.backend} {settings.library_version}, which no other version opens, "
             f"found {found}; install that version, or run `dspark-trt build` again"
         )
-    engines = open_tensorrt_engines(build, settings, use_cuda_graphs=use_cuda_graphs)
-    return OpenEngines(engines.target, engines.drafter, engines.step, engines.acceptance, engines.synchronize)
+    engines = open_tensorrt_engines(
+        build, settings, use_cuda_graphs=use_cuda_graphs, gpu_memory_utilization=gpu_memory_utilization
+    )
+    return OpenEngines(
+        engines.target, engines.drafter, engines.step, engines.acceptance, engines.pages, engines.synchronize
+    )

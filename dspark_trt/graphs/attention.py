@@ -1,12 +1,12 @@
 """Attention: the one seam between backends (docs/adr/0002). Everything else in a graph is standard and shared.
 
-| call | ONNX Runtime | TensorRT, and ONNX Runtime as a check |
-|---|---|---|
-| target, causal over packed tokens | `gqa` | `standard` |
-| drafter, a language model | `gqa` | – |
-| drafter, a block | `drafter` | `standard` |
-| drafter, slots one after the other | `drafter` | `standard` |
-| drafter, context that only enters the cache | `drafter` | `standard` |
+| call | ONNX Runtime | the same, in standard operators | TensorRT |
+|---|---|---|---|
+| target, causal over packed tokens | `gqa` | `standard` | `paged` |
+| drafter, a language model | `gqa` | – | – |
+| drafter, a block | `drafter` | `standard` | `paged` |
+| drafter, slots one after the other | `drafter` | `standard` | `standard` |
+| drafter, context that only enters the cache | `drafter` | `standard` | `paged` |
 
 An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share.
 Queries and keys come to it rotated.
@@ -19,11 +19,12 @@ from typing import Protocol
 
 from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
+from dspark_trt.contract.dims import PORTABLE, Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
 from dspark_trt.graphs.attention_masked import Sinks
+from dspark_trt.graphs.attention_paged import PagedBlockAttention, PagedCausalAttention, PagedContext
 from dspark_trt.graphs.attention_slot import GqaSlots, StandardSlots
 from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
 from dspark_trt.graphs.builder import GraphBuilder
@@ -62,7 +63,7 @@ def usable_form(wanted: Attention, spec: DecoderSpec, what: str) -> Attention:
     """The wanted form, or `standard` where GroupQueryAttention does not take the head size; a warning says so."""
     head_dims = {spec.shape_of(layer).head_dim for layer in range(spec.num_layers)}
     unusable = sorted(each for each in head_dims if each % _GQA_HEAD_DIM_MULTIPLE)
-    if wanted == "standard" or not unusable:
+    if wanted in PORTABLE or not unusable:
         return wanted
     logger.warning(
         "the %s has head_dim %d, ONNX Runtime's GroupQueryAttention takes multiples of %d only: attention falls back "
@@ -81,8 +82,10 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
         case "gqa":
             return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS)
         case "standard":
-            return StandardCausalAttention(builder, spec, dims, gamma=gamma)
-    raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
+            return StandardCausalAttention(builder, spec, dims)
+        case "paged":
+            return PagedCausalAttention(builder, spec, dims, gamma=gamma)
+    raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa', 'standard' or 'paged'")
 
 
 def block_attention(
@@ -99,7 +102,11 @@ def block_attention(
             return FoldedBlockAttention(builder, spec, sinks, length=dims.block_length, positions=positions)
         case "standard":
             return StandardBlockAttention(builder, spec, sinks, dims)
-    raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
+        case "paged":
+            return PagedBlockAttention(builder, spec, sinks, dims, positions)
+    raise ExportError(
+        f"the drafter has no attention form {dims.attention!r}; expected 'drafter', 'standard' or 'paged'"
+    )
 
 
 def model_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> AttentionEmitter:
@@ -129,4 +136,8 @@ def context_writer(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) 
             return ScatterContext(builder, spec)
         case "standard":
             return StandardContext(builder, spec, dims)
-    raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
+        case "paged":
+            return PagedContext(builder, spec, dims)
+    raise ExportError(
+        f"the drafter has no attention form {dims.attention!r}; expected 'drafter', 'standard' or 'paged'"
+    )

@@ -1,5 +1,5 @@
-"""Attention under a mask over whole rows, for what the kernels of `dspark::RowAttention` do not do: a window, a sink,
-or another scale of the scores. Its cost follows the capacity of a row.
+"""Attention under a mask over whole rows: without the kernels of `dspark::RowAttention`, and for what they do not do, a
+window, a sink, or another scale of the scores. Its cost follows the capacity of a row.
 
 Shape letters: `B` rows and `S` padded query length of a group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 """

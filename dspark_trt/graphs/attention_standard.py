@@ -1,14 +1,11 @@
-"""`standard`: attention for TensorRT, and on ONNX Runtime as a check.
+"""`standard`: attention in standard operators, over rows: on ONNX Runtime where its own operators do not take a head,
+and as a check of them.
 
-TensorScatter writes the padded keys and values into the rows, and the node `dspark::RowAttention` attends over them
-under a mask that is always explicit (docs/architecture.md, "Attention"). On ONNX Runtime the cost
-follows the capacity of a row, not its live length.
+TensorScatter writes the padded keys and values into the rows, and Attention works under a mask that is always explicit
+(docs/architecture.md, "Attention"). The cost follows the capacity of a row, not its live length.
 
 Rows without tokens are written where no valid position can stand, from max_seq_len on, and with zeros: the mask hides
 what is there, but a NaN of another request would get through it (0 * NaN).
-
-A window shorter than a row has no kernel: there the operators of the body stand in the graph, with a mask that has a
-lower bound too.
 
 Shape letters: `T` packed tokens, `R` requests, `G` positions of a block, `B` rows and `S` padded query length of a
 group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
@@ -17,8 +14,6 @@ group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 from __future__ import annotations
 
 import numpy as np
-from dspark_trt_plugins.row_attention.form import RowAttentionForm
-from dspark_trt_plugins.row_attention.function_body import row_attention_function, row_attention_node
 
 from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec
 from dspark_trt.contract import bindings
@@ -33,7 +28,7 @@ from dspark_trt.graphs.rotary import split_query_key
 class StandardCausalAttention:
     """The target: one attention per row group and layer."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> None:
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims) -> None:
         self._builder = builder
         self._spec = spec
         self._groups: list[tuple[_Rows, dict[int | None, Attend]]] = []
@@ -49,9 +44,8 @@ class StandardCausalAttention:
                     builder.scalar(1),
                 )
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
-                num_slots = gamma + 1 if group == bindings.DECODE else dims.limits.max_batch_tokens
                 attends = {
-                    window: _causal_attention(builder, spec, dims, window, last_seen, num_slots=num_slots)
+                    window: _causal_attention(builder, spec, dims, window, last_seen)
                     for window in dict.fromkeys(self._windows)
                 }
                 self._groups.append((_Rows(builder, spec, dims, group, tokens, past, query), attends))
@@ -99,7 +93,7 @@ class StandardBlockAttention:
                 "Expand", builder.op("Unsqueeze", row_last, builder.vector(1)), builder.vector(1, length)
             )
         if form.window is None and not form.has_sink:
-            return _causal_attention(builder, self._spec, dims, None, last_seen, num_slots=length)
+            return _causal_attention(builder, self._spec, dims, None, last_seen)
         if form.window is None:
             return masked_attention(builder, self._spec, dims, None, last_seen, self._sinks)
         begin = positions if form.window_from == "slot" else builder.op("Unsqueeze", row_past, builder.vector(1))
@@ -178,43 +172,11 @@ class _Rows:
 
 
 def _causal_attention(
-    builder: GraphBuilder,
-    spec: DecoderSpec,
-    dims: TargetDims | DrafterDims,
-    window: int | None,
-    last_seen: str,
-    *,
-    num_slots: int,
+    builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims | DrafterDims, window: int | None, last_seen: str
 ) -> Attend:
     """Each query sees the positions up to `last_seen` [B, S], the last `window` of them where there is one."""
-    if window is None and spec.gemma is None:
-        return _live_attention(builder, spec, dims, last_seen, num_slots=num_slots)
-    # the kernel knows neither a window nor another scale
     first_seen = None if window is None else builder.op("Sub", last_seen, builder.scalar(window - 1))
     return masked_attention(builder, spec, dims, first_seen, last_seen)
-
-
-def _live_attention(
-    builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims | DrafterDims, last_seen: str, *, num_slots: int
-) -> Attend:
-    """Each query sees the positions up to `last_seen` [B, S]; S is `num_slots` at most. Nothing behind them is read."""
-    form = RowAttentionForm(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        capacity=dims.cache.capacity,
-        num_slots=num_slots,
-        element_type=dims.element_type,
-    )
-    function = row_attention_function(form)
-
-    def attend(layer: int, query: str, keys: str, values: str) -> str:
-        name = builder.fresh("RowAttention")
-        attended = f"{name}:0"
-        builder.node(row_attention_node(form, [query, keys, values, last_seen], [attended], name=name), function)
-        return attended
-
-    return attend
 
 
 def _scalar(builder: GraphBuilder, vector: str) -> str:

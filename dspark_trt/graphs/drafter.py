@@ -23,7 +23,7 @@ from dspark_trt.checkpoints.spec import (
 )
 from dspark_trt.checkpoints.views import OneTensor, SelectedRows
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import Attention, drafter_dims, host_attention, to_metadata
+from dspark_trt.contract.dims import PORTABLE, Attention, device_attention, drafter_dims, host_attention, to_metadata
 from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm, proposed_ids, slot_counts
 from dspark_trt.contract.model_bindings import model_inputs, model_outputs
 from dspark_trt.contract.precision import Precision
@@ -62,7 +62,9 @@ def write_drafter_graphs(
     """
     spec = drafter.spec
     check_limits(limits, spec.decoder, gamma=spec.gamma, what="drafter")
-    is_whole = attention == "standard"  # an engine of a device has a column for every target id
+    is_whole = attention in PORTABLE  # an engine of a device has a column for every target id
+    if attention == "paged":
+        attention = device_attention(spec)
     attention = usable_form(attention, spec.decoder, "drafter")
     if attention == "drafter":
         attention = host_attention(spec)
@@ -116,7 +118,7 @@ def write_drafter_graphs(
         ingest = _graph("drafter_ingest", bindings.ingest_inputs(dims), bindings.ingest_outputs(dims))
         family.emit_ingest(ingest, parts)
         ingest.save(folder / bindings.INGEST_GRAPH, to_metadata(dims))
-        for num_slots in (spec.gamma,) if attention == "standard" else slot_counts(spec.gamma):
+        for num_slots in (spec.gamma,) if attention in PORTABLE else slot_counts(spec.gamma):
             of_slots = replace(dims, gamma=num_slots)
             draft = _graph("drafter_draft", bindings.draft_inputs(of_slots), bindings.draft_outputs(of_slots))
             family.emit_draft(draft, replace(parts, dims=of_slots))

@@ -18,7 +18,7 @@ import numpy as np
 
 from dspark_trt.checkpoints.layout import EXPERTS_DOWN, EXPERTS_UP
 from dspark_trt.checkpoints.spec import ExpertsSpec
-from dspark_trt.contract.dims import Attention
+from dspark_trt.contract.dims import PORTABLE, Attention
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.linears import Linears
@@ -48,7 +48,7 @@ class Experts:
         self._source = source
         self._numbers = numbers
         self._bits = bits
-        self._is_plain = attention == "standard"
+        self._is_plain = attention in PORTABLE
         self._linear = Linears(builder, source, bits, numbers.model)
         self._exact_linear = Linears(builder, source, None, numbers.model)  # a router decides, in full precision
 

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.contract.dims import Attention, FloatType
+from dspark_trt.contract.dims import PORTABLE, Attention, FloatType
 from dspark_trt.contract.precision import Precision
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import ONNX_TYPES, GraphBuilder
@@ -42,7 +42,7 @@ class Numbers:
 
 
 def numbers_of(precision: Precision, attention: Attention) -> Numbers:
-    """Raises ExportError for a 16-bit precision with another attention than `standard`."""
+    """Raises ExportError for a 16-bit precision with an attention that is ONNX Runtime's own."""
     match precision:
         case "bf16":
             numbers = Numbers("bfloat16", "bfloat16")
@@ -50,7 +50,7 @@ def numbers_of(precision: Precision, attention: Attention) -> Numbers:
             numbers = Numbers("float16", "float32")
         case _:
             return Numbers()
-    if attention != "standard":
+    if attention not in PORTABLE:
         raise ExportError(
             f"precision {precision}: expected attention 'standard', found {attention!r}; ONNX Runtime's forms are "
             "float32, choose --precision fp32, int8 or int4 for it"

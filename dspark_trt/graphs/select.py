@@ -8,7 +8,7 @@ from dspark_trt_plugins.prefix_select.function_body import prefix_select_functio
 
 from dspark_trt.checkpoints.spec import DrafterSpec
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import drafter_dims, to_metadata
+from dspark_trt.contract.dims import device_attention, drafter_dims, to_metadata
 from dspark_trt.contract.forms import select_form
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
@@ -26,8 +26,8 @@ def write_select_graph(drafter: DrafterSpec, folder: Path, *, limits: EngineLimi
     Raises ExportError when a limit does not fit the drafter.
     """
     check_limits(limits, drafter.decoder, gamma=drafter.gamma, what="drafter")
-    numbers = numbers_of(precision, "standard")
-    dims = drafter_dims(drafter, limits=limits, attention="standard", element_type=numbers.model)
+    numbers = numbers_of(precision, "paged")
+    dims = drafter_dims(drafter, limits=limits, attention=device_attention(drafter), element_type=numbers.model)
     builder = GraphBuilder("prefix_select")
     form = select_form(dims)
     inputs = [builder.input(binding) for binding in select_inputs(dims)]

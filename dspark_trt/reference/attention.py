@@ -1,11 +1,11 @@
 """Who sees whom in a draft block, and attention of one row group of `bindings` in PyTorch: what
-graphs/attention_standard.py says, with the same memory.
+graphs/attention_paged.py says, with the same memory.
 
 Nothing here waits for the device, depends on the values of a tensor or makes a shape out of them: a call can be
-captured in a CUDA graph. Its cost follows the capacity of a row, as that of any mask over a whole row does.
+captured in a CUDA graph. Its cost follows the capacity of a row, as that of any mask over whole rows does.
 
 Shape letters: `T` packed tokens, `B` rows and `S` padded query length of the group, `N`/`K` query/KV heads, `H` head
-dim, `C` row capacity.
+dim, `C` row capacity, `P` pages of the pool, `W` pages of a row.
 """
 
 from __future__ import annotations
@@ -43,8 +43,27 @@ def sink_of(spec: BlockDrafterSpec, weights: ReferenceWeights, layer: int) -> to
     return weights[SINK.format(layer)] if spec.attention_of(layer).has_sink else None
 
 
+class PagedTokens:
+    """Where packed tokens go, segment after segment."""
+
+    def __init__(
+        self, query_lengths: torch.Tensor, block_tables: torch.Tensor, positions: torch.Tensor, page_positions: int
+    ) -> None:
+        """`query_lengths` [B] of the segments, `positions` [T]; what stands behind the last segment goes to page 0."""
+        ends = query_lengths.cumsum(0)
+        row = (torch.arange(len(positions), device=positions.device)[:, None] >= ends).sum(1)  # [T]
+        is_padding = row == len(ends)
+        pages = block_tables[row.clamp(max=len(ends) - 1), positions // page_positions]
+        self._pages = pages.masked_fill(is_padding, 0)
+        self._offsets = positions % page_positions
+
+    def write(self, pool: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put [T, K, H] each into the pages [P, 2, K, page_positions, H]."""
+        pool[self._pages, :, :, self._offsets] = torch.stack((keys, values), dim=1).to(pool.dtype)
+
+
 class RowGroupAttention:
-    """The padded rows of one call. `mask_to` makes the mask that `attend` takes."""
+    """The rows of one call, whose positions stand in pages. `mask_to` makes the mask that `attend` takes."""
 
     def __init__(
         self,
@@ -52,26 +71,40 @@ class RowGroupAttention:
         tokens: torch.Tensor,
         past_lengths: torch.Tensor,
         query_lengths: torch.Tensor,
-        max_seq_len: int,
+        block_tables: torch.Tensor,
+        page_positions: int,
     ) -> None:
         """`tokens` [B, S]: packed index of each padded query. Lengths [B]; a row without tokens has query length 0.
-
-        Such a row is written from `max_seq_len` on, where no valid position can stand.
-        """
+        `block_tables` [B, W]; page 0 takes what padding writes."""
         self._spec = spec
         self._tokens = tokens
-        is_idle = query_lengths == 0
-        self._is_idle = is_idle[:, None, None, None]
-        begin = past_lengths.masked_fill(is_idle, max_seq_len)
-        self._positions = begin[:, None] + torch.arange(tokens.shape[1], device=tokens.device)  # [B, S]
+        self._tables = block_tables
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        self._is_real = places < query_lengths[:, None]  # [B, S]
+        positions = past_lengths[:, None] + places.clamp(max=block_tables.shape[1] * page_positions - 1)
+        positions = positions.masked_fill(~self._is_real, 0)
+        self._offsets = positions % page_positions
+        self._pages = block_tables.gather(1, positions // page_positions).masked_fill(~self._is_real, 0)
+        capacity = torch.arange(block_tables.shape[1] * page_positions, device=tokens.device)
+        self._is_behind = (capacity >= (past_lengths + query_lengths)[:, None])[:, None, :, None]  # [B, 1, C, 1]
 
-    def write(self, cache: torch.Tensor, packed: torch.Tensor) -> None:
-        """Put [T, K, H] into the rows [B, K, C, H], padding too: it stands behind the valid positions.
+    def write(self, pool: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put [T, K, H] each into the pages [P, 2, K, page_positions, H]."""
+        packed = torch.stack((keys, values), dim=1)[self._tokens]  # [B, S, 2, K, H]
+        pool[self._pages, :, :, self._offsets] = packed.to(pool.dtype)
 
-        Zeros go into rows without tokens: a NaN of another request would get through the mask.
-        """
-        padded = packed[self._tokens].transpose(1, 2).masked_fill(self._is_idle, 0)  # [B, K, S, H]
-        cache.scatter_(2, self._positions[:, None, :, None].expand(padded.shape), padded)
+    def rows(self, pool: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, [B, K, C, H]; zeros behind the valid positions."""
+        gathered = pool[self._tables].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # [2, B, K, C, H]
+        keys, values = gathered.masked_fill(self._is_behind, 0)
+        return keys, values
+
+    def packed(self, attended: torch.Tensor, num_tokens: int, into: torch.Tensor | None = None) -> torch.Tensor:
+        """[B * S, N, H] -> [num_tokens, N, H], zeros for tokens of no row of this group, or added to `into`."""
+        index = self._tokens.masked_fill(~self._is_real, num_tokens).flatten()
+        whole = attended.new_zeros(num_tokens + 1, *attended.shape[1:])
+        whole[index] = attended
+        return whole[:num_tokens] if into is None else into + whole[:num_tokens]
 
     def mask_to(
         self,

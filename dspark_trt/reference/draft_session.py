@@ -20,7 +20,7 @@ from dspark_trt.engines.device.session import Tensors
 from dspark_trt.reference.attention import RowGroupAttention, sink_of
 from dspark_trt.reference.model import ReferenceDecoder
 from dspark_trt.reference.sequential import SequentialStage
-from dspark_trt.reference.sessions import TorchSession, caches_of, decoder_layer, target_head
+from dspark_trt.reference.sessions import TorchSession, decoder_layer, target_head
 from dspark_trt.reference.weights import ReferenceWeights
 
 
@@ -61,23 +61,20 @@ class TorchDraftSession(TorchSession):
     def forward(self, tensors: Tensors) -> None:
         decoder, dims = self._decoder, self._dims
         anchor_ids, past = tensors[bindings.ANCHOR_IDS], tensors[bindings.PAST_LENGTHS]
-        row_requests, block_rows = tensors[bindings.ROW_REQUESTS], tensors[bindings.BLOCK_ROWS]
-        length = dims.block_length
+        length, tables = dims.block_length, tensors[bindings.group_block_tables(bindings.CONTEXT)]
         places = torch.arange(length, device=past.device)
-        row_past = past[row_requests]  # [B]
-        tokens, query = row_requests[:, None] * length + places, tensors[bindings.ROW_QUERY_LENGTHS]
-        group = RowGroupAttention(decoder.spec, tokens, row_past, query, dims.limits.max_seq_len)
+        tokens = torch.arange(len(past), device=past.device)[:, None] * length + places
+        lengths = torch.full_like(past, length)
+        group = RowGroupAttention(decoder.spec, tokens, past, lengths, tables, dims.cache.page_positions)
         forms = {self._spec.attention_of(layer) for layer in range(decoder.spec.num_layers)}
-        masks = {form: group.mask_to(*_seen(form, row_past, dims)) for form in forms}
+        masks = {form: group.mask_to(*_seen(form, past, dims)) for form in forms}
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            key_cache, value_cache = caches_of(tensors, bindings.CONTEXT, layer)
-            group.write(key_cache, keys)
-            group.write(value_cache, values)
+            pool = tensors[bindings.page_cache(layer)]
+            group.write(pool, keys, values)
             mask, scale = masks[self._spec.attention_of(layer)], decoder.spec.score_scale_of(layer)
             sink = sink_of(self._spec, self._weights, layer)
-            attended = group.attend(queries, key_cache, value_cache, mask, scale, sink)
-            return attended.unflatten(0, (-1, length))[block_rows].flatten(0, 1)
+            return group.attend(queries, *group.rows(pool), mask, scale, sink)
 
         block = anchor_ids.new_full((len(anchor_ids), length), self._spec.mask_token_id)
         block[:, 0] = anchor_ids

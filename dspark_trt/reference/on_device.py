@@ -37,9 +37,11 @@ def open_device_reference_engines(
     limits: EngineLimits,
     precision: DevicePrecision,
     device: str,
+    num_pages: int | None = None,
     use_cuda_graphs: bool = True,
 ) -> DeviceEngines:
-    """Target and drafter in one element type on one device ("cpu", "cuda", "cuda:1").
+    """Target and drafter in one element type on one device ("cpu", "cuda", "cuda:1"). `num_pages` of the KV pool, as in
+    `open_device_engines`.
 
     Raises what `open_reference_sessions` raises, and EngineBuildError where the device has no room for caches and
     buffers.
@@ -52,6 +54,7 @@ def open_device_reference_engines(
         opened.target_dims,
         opened.drafter_dims,
         device,
+        num_pages=num_pages,
         use_cuda_graphs=use_cuda_graphs,
         acceptance_kernels=gpu_kernels(accepting, device) if accepting and has_kernels else None,
     )
@@ -83,10 +86,10 @@ def open_reference_sessions(
         target.spec,
         num_taps=drafter.spec.num_taps,
         limits=limits,
-        attention="standard",
+        attention="paged",
         element_type=element_type,
     )
-    of_drafter = drafter_dims(drafter.spec, limits=limits, attention="standard", element_type=element_type)
+    of_drafter = drafter_dims(drafter.spec, limits=limits, attention="paged", element_type=element_type)
     spec = block_spec(drafter, "the runtime of devices")
     with torch_errors(f"weights on {device}"):
         target_weights = ReferenceWeights(target.weights, device, getattr(torch, element_type))

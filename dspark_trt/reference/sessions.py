@@ -1,7 +1,7 @@
 """The graphs of `bindings` in PyTorch, straight from the checkpoints, on any device:
 what a compiled engine does, without a compiler.
 
-They take the very tensors that a TensorRT engine of a `standard` graph takes, in the same element types, and write the
+They take the very tensors that a TensorRT engine of a `paged` graph takes, in the same element types, and write the
 very outputs, so that all of the device runtime runs on a host with nothing but torch (and, on a GPU, triton). Norms,
 rotation, logits and the sequential stage are float32, as in the graphs; in float16 the drafter's `fc` and `hidden_norm`
 too.
@@ -25,7 +25,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.session import Tensors
-from dspark_trt.reference.attention import RowGroupAttention, causal_limits
+from dspark_trt.reference.attention import PagedTokens, RowGroupAttention, causal_limits
 from dspark_trt.reference.model import ReferenceDecoder
 from dspark_trt.reference.weights import ReferenceWeights
 
@@ -82,8 +82,7 @@ class TorchTargetSession(TorchSession):
         forms = [(decoder.spec.window_of(layer), decoder.spec.shape_of(layer).num_kv_heads) for layer in layers]
         for name in bindings.TARGET_GROUPS:
             tokens, past = tensors[bindings.group_tokens(name)], tensors[bindings.group_past_lengths(name)]
-            query = tensors[bindings.group_query_lengths(name)]
-            groups[name] = RowGroupAttention(decoder.spec, tokens, past, query, dims.limits.max_seq_len)
+            groups[name] = _row_group(decoder, tensors, name, dims)
             last_seen = causal_limits(past, tokens)
             masks[name] = {
                 (window, heads): groups[name].mask_to(
@@ -93,14 +92,13 @@ class TorchTargetSession(TorchSession):
             }
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            padded = []
+            packed = torch.zeros_like(queries)
+            pool, scale = tensors[bindings.page_cache(layer)], decoder.spec.score_scale_of(layer)
             for name, group in groups.items():
-                key_cache, value_cache = caches_of(tensors, name, layer)
-                group.write(key_cache, keys)
-                group.write(value_cache, values)
-                scale = decoder.spec.score_scale_of(layer)
-                padded.append(group.attend(queries, key_cache, value_cache, masks[name][forms[layer]], scale))
-            return torch.cat(padded)[tensors[bindings.PADDED_INDICES]]
+                group.write(pool, keys, values)
+                attended = group.attend(queries, *group.rows(pool), masks[name][forms[layer]], scale)
+                packed = group.packed(attended, len(queries), packed)
+            return packed
 
         x = decoder.embedded(self._embedding[tensors[bindings.TOKEN_IDS]])
         raw = {-1: x}
@@ -129,19 +127,14 @@ class TorchIngestSession(TorchSession):
 
     def forward(self, tensors: Tensors) -> None:
         decoder = self._decoder
-        group = RowGroupAttention(
-            decoder.spec,
-            tensors[bindings.group_tokens(bindings.CONTEXT)],
-            tensors[bindings.group_past_lengths(bindings.CONTEXT)],
-            tensors[bindings.group_query_lengths(bindings.CONTEXT)],
-            self._dims.limits.max_seq_len,
-        )
+        query_lengths = tensors[bindings.group_query_lengths(bindings.CONTEXT)]
+        tables = tensors[bindings.group_block_tables(bindings.CONTEXT)]
+        pages = PagedTokens(query_lengths, tables, tensors[bindings.POSITIONS], self._dims.cache.page_positions)
         context = self._weights.linear("fc", tensors[bindings.TAPS].to(self._context_type))
         context = decoder.norm("hidden_norm", context).to(self._element_type)
         for layer in range(decoder.spec.num_layers):
             keys, values = decoder.key_value(layer, context, tensors[bindings.POSITIONS])
-            for cache, packed in zip(caches_of(tensors, bindings.CONTEXT, layer), (keys, values), strict=True):
-                group.write(cache, packed)
+            pages.write(tensors[bindings.page_cache(layer)], keys, values)
 
 
 def decoder_layer(
@@ -168,6 +161,14 @@ def context_type(element_type: torch.dtype) -> torch.dtype:
     return torch.float32 if element_type == torch.float16 else element_type
 
 
-def caches_of(tensors: Tensors, group: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one layer."""
-    return tensors[bindings.key_cache(group, layer)], tensors[bindings.value_cache(group, layer)]
+def _row_group(
+    decoder: ReferenceDecoder, tensors: Tensors, group: str, dims: TargetDims | DrafterDims
+) -> RowGroupAttention:
+    return RowGroupAttention(
+        decoder.spec,
+        tensors[bindings.group_tokens(group)],
+        tensors[bindings.group_past_lengths(group)],
+        tensors[bindings.group_query_lengths(group)],
+        tensors[bindings.group_block_tables(group)],
+        dims.cache.page_positions,
+    )

@@ -11,11 +11,20 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.checkpoints.spec import NgramSpec
 from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
-from dspark_trt.contract.dims import CacheDims, FloatType, drafter_dims, host_attention, target_dims
+from dspark_trt.contract.dims import (
+    CacheDims,
+    FloatType,
+    device_attention,
+    drafter_dims,
+    host_attention,
+    target_dims,
+)
+from dspark_trt.contract.page_plan import OTHER_DEVICE_BYTES, PagePlan, page_bytes, plan_pages, table_width
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import CapacityError
 from dspark_trt.machine.cpu import memory_bytes
+from dspark_trt.machine.gpu import Gpu, look_for_gpu
 from dspark_trt.packaging.model_repo import scheduler_of
 from dspark_trt.server.options import ServeOptions
 
@@ -27,32 +36,55 @@ class Footprint:
     """What the engines of a build take, known before they are opened."""
 
     limits: EngineLimits
-    kv_bytes: int  # of target and drafter, every row full; it never grows beyond
+    kv_bytes: int  # of both models: on a CPU every row full; on a GPU all pages, or a full row where it is not here
     weight_bytes: int  # of the files
+    pages: PagePlan | None = None  # on a GPU that is here
+
+    @property
+    def kv(self) -> str:
+        """KV memory in words."""
+        if self.pages is not None:
+            return f"KV {self.pages.words}"
+        rows = f"{self.limits.max_requests} rows of {self.limits.max_seq_len} tokens"
+        return f"{rows}: {_gigabytes(self.kv_bytes)} of KV memory at most"
 
 
 def footprint(build_dir: Path) -> Footprint:
-    """Raises ManifestError when the build is not finished."""
-    _, stages = read_finished(build_dir)
+    """Raises ManifestError when the build is not finished; CapacityError where the GPU here holds no request."""
+    build, stages = read_finished(build_dir)
     settings: dict[str, Any] = stages["graphs"].settings
     limits = EngineLimits(**settings["limits"])
     element_type = _ELEMENT_TYPES.get(settings["precision"], "float32")
     target = target_spec_from_json(json.loads((build_dir / "checkpoints" / "target.json").read_text()))
     drafter = read_draft_source(build_dir)
     on_device = bool(settings["is_on_device"])
-    caches = [
-        target_dims(
-            target, num_taps=drafter.num_taps, limits=limits, attention="standard" if on_device else "gqa"
-        ).cache
-    ]
-    if not isinstance(drafter, NgramSpec):
-        caches.append(
-            drafter_dims(drafter, limits=limits, attention="standard" if on_device else host_attention(drafter)).cache
-        )
-    weights = [path for path in (build_dir / "graphs").iterdir() if path.suffix != ".json"]
-    return Footprint(
-        limits, sum(_bytes(cache, element_type) for cache in caches), sum(path.stat().st_size for path in weights)
+    of_target = target_dims(
+        target,
+        num_taps=drafter.num_taps,
+        limits=limits,
+        attention="paged" if on_device else "gqa",
+        element_type=element_type,
     )
+    of_drafter = None
+    if not isinstance(drafter, NgramSpec):
+        form = device_attention(drafter) if on_device else host_attention(drafter)
+        of_drafter = drafter_dims(drafter, limits=limits, attention=form, element_type=element_type)
+    weights = [path for path in (build_dir / "graphs").iterdir() if path.suffix != ".json"]
+    weight_bytes = sum(path.stat().st_size for path in weights)
+    if not on_device:
+        caches = [dims.cache for dims in (of_target, of_drafter) if dims is not None]
+        return Footprint(limits, sum(_bytes(cache, element_type) for cache in caches), weight_bytes)
+    gpu = look_for_gpu()
+    if not isinstance(gpu, Gpu):
+        return Footprint(limits, table_width(of_target, of_drafter) * page_bytes(of_target, of_drafter), weight_bytes)
+    pages = plan_pages(
+        of_target,
+        of_drafter,
+        device_bytes=gpu.memory_bytes,
+        utilization=build.recipe.gpu_memory_utilization,
+        other_bytes=weight_bytes + OTHER_DEVICE_BYTES,
+    )
+    return Footprint(limits, pages.kv_bytes, weight_bytes, pages)
 
 
 def check_memory(build_dir: Path) -> None:
@@ -87,8 +119,7 @@ def _rows(build_dir: Path, options: ServeOptions) -> Iterator[tuple[str, str]]:
     yield "scheduler", options.scheduler or scheduler_of(build_dir)
     yield (
         "memory",
-        f"{limits.max_requests} rows of {limits.max_seq_len} tokens: {_gigabytes(found.kv_bytes)} of KV memory at "
-        f"most, {_gigabytes(found.weight_bytes)} of weights",
+        f"{found.kv}, {_gigabytes(found.weight_bytes)} of weights",
     )
     yield (
         "admission",

@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx.reference import ReferenceEvaluator
 
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import drafter_dims, target_dims
+from dspark_trt.contract.dims import Attention, drafter_dims, target_dims
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.target import write_target_graph
@@ -19,6 +18,7 @@ from tests.engine.test_onnxruntime_drafter import Contexts, assert_same_drafts
 from tests.support.conversations import Conversations, open_pair, open_target, read_pair
 from tests.support.factories import write_drafter, write_target
 from tests.support.graph_files import all_nodes
+from tests.support.onnxruntime_device_session import write_paged_graphs
 
 LIMITS = EngineLimits(max_requests=4, max_seq_len=448, max_batch_tokens=64)
 LONG_LIMITS = EngineLimits(max_requests=4, max_seq_len=8128, max_batch_tokens=64)
@@ -70,23 +70,26 @@ def test_capacity_changes_no_number(checkpoints: tuple[TargetCheckpoint, Drafter
 
 
 @pytest.mark.parametrize(
-    ("is_standard", "seam"),
+    ("form", "seam"),
     [
-        (False, {("com.microsoft", "GroupQueryAttention")}),
-        (True, {("dspark", "RowAttention"), ("", "TensorScatter")}),
+        ("gqa", {("com.microsoft", "GroupQueryAttention")}),
+        ("standard", {("", "Attention"), ("", "TensorScatter")}),
+        ("paged", {("dspark", "PageWrite"), ("dspark", "RowAttention")}),
     ],
 )
 def test_only_attention_differs_and_everything_else_is_standard(
     checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint],
     tmp_path: Path,
-    is_standard: bool,
+    form: Attention,
     seam: set[tuple[str, str]],
 ) -> None:
     target, drafter = checkpoints
-    open_pair(target, drafter, tmp_path, limits=LIMITS, is_standard=is_standard)
-    attention = "standard" if is_standard else "gqa"
-    of_target = target_dims(target.spec, num_taps=len(TAPS), limits=LIMITS, attention=attention)
-    of_drafter = drafter_dims(drafter.spec, limits=LIMITS, attention="standard" if is_standard else "drafter")
+    if form == "paged":
+        write_paged_graphs(target, drafter, tmp_path, limits=LIMITS)
+    else:
+        open_pair(target, drafter, tmp_path, limits=LIMITS, is_standard=form == "standard")
+    of_target = target_dims(target.spec, num_taps=len(TAPS), limits=LIMITS, attention=form)
+    of_drafter = drafter_dims(drafter.spec, limits=LIMITS, attention="drafter" if form == "gqa" else form)
     tables = {
         bindings.TARGET_GRAPH: (bindings.target_inputs(of_target), bindings.target_outputs(of_target)),
         bindings.INGEST_GRAPH: (bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)),
@@ -110,46 +113,14 @@ def test_only_attention_differs_and_everything_else_is_standard(
                 assert len(node.input) == 4
                 assert {attribute.name for attribute in node.attribute} == {"scale"}
     assert seam <= found
-    assert ("", "Attention") not in found, "in RowAttention's body alone"
+    assert (("", "Attention") in found) == (form == "standard"), "of pages in RowAttention's body alone"
     assert {op for op in found if op[0]} - seam == {("dspark", "MarkovHead")}
-
-
-def test_rows_without_a_draft_block_are_not_read_as_far_as_another_request(
-    checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint], tmp_path: Path
-) -> None:
-    open_pair(*checkpoints, tmp_path, limits=LIMITS, is_standard=True)
-    model = onnx.load(tmp_path / bindings.DRAFT_GRAPH, load_external_data=False)
-    (last_seen,) = {node.input[3] for node in model.graph.node if node.op_type == "RowAttention"}
-    gamma = checkpoints[1].spec.gamma
-    inputs = {
-        bindings.PAST_LENGTHS: np.array([300, 20], np.int64),
-        bindings.ROW_REQUESTS: np.array([1, 0, 0, 0], np.int64),
-        bindings.ROW_QUERY_LENGTHS: np.array([1, 0, 1, 0], np.int64),
-    }
-    limits = ReferenceEvaluator(_model_of(model, last_seen)).run([last_seen], inputs)[0]
-    expected = np.array([20, 0, 300, 0]) + gamma - 1
-    np.testing.assert_array_equal(limits, np.repeat(expected[:, None], gamma, axis=1))
-
-
-def _model_of(model: onnx.ModelProto, value: str) -> onnx.ModelProto:
-    """What computes one int64 value, and nothing else."""
-    needed = {value}
-    nodes: list[onnx.NodeProto] = []
-    for node in reversed(model.graph.node):
-        if needed & set(node.output):
-            nodes.insert(0, node)
-            needed |= set(node.input)
-    given = [each for each in model.graph.input if each.name in needed]
-    constants = [each for each in model.graph.initializer if each.name in needed]
-    output = onnx.helper.make_tensor_value_info(value, onnx.TensorProto.INT64, None)
-    graph = onnx.helper.make_graph(nodes, "part", given, [output], constants)
-    return onnx.helper.make_model(graph, opset_imports=model.opset_import)
 
 
 def test_a_target_has_no_drafter_attention(
     checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint], tmp_path: Path
 ) -> None:
-    with pytest.raises(ExportError, match="expected 'gqa' or 'standard'"):
+    with pytest.raises(ExportError, match="expected 'gqa', 'standard' or 'paged'"):
         write_target_graph(
             checkpoints[0], tmp_path, taps=(), limits=LIMITS, gamma=5, precision="fp32", attention="drafter"
         )

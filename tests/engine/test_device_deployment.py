@@ -55,8 +55,11 @@ def host(recipe: BuildRecipe) -> Iterator[Callable[[Gpu | NoGpu], None]]:
     """A host with this GPU, torch for CUDA, and engines that PyTorch computes,
     in float32 so that greedy text is stable."""
 
-    def open_in_torch(build_dir: Path, settings: EngineSettings, *, use_cuda_graphs: bool) -> DeviceEngines:
+    def open_in_torch(
+        build_dir: Path, settings: EngineSettings, *, use_cuda_graphs: bool, gpu_memory_utilization: float
+    ) -> DeviceEngines:
         assert use_cuda_graphs, "the recipe says nothing else"
+        assert gpu_memory_utilization == 0.9
         target = read_target(recipe.target)
         drafter = read_drafter(recipe.drafter, target)
         limits = EngineLimits(**LIMITS)

@@ -11,12 +11,11 @@ import torch
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import DraftBatch, DraftEngine, DraftOutput, EngineLimits, IngestBatch
-from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeDraftEngine
 from dspark_trt.errors import CapacityError, EngineBuildError
 from dspark_trt.reference.engines import open_reference_engines
-from tests.support.conversations import SETTINGS, read_pair
+from tests.support.conversations import open_pair, read_pair
 from tests.support.factories import write_drafter, write_target
-from tests.support.onnxruntime_device_session import DevicePair, open_device_pair, spoil
+from tests.support.onnxruntime_device_session import DevicePair, open_device_pair, spoil, valid_positions
 
 LIMITS = EngineLimits(max_requests=5, max_seq_len=96, max_batch_tokens=64)
 TAPS = (-1, 1, 3)
@@ -49,17 +48,19 @@ class Contexts:
         self.reference = reference
         self.lengths = np.zeros(LIMITS.max_requests, np.int64)
         self.random = np.random.default_rng(seed)
+        pair.tables[:] = self.random.permutation(pair.tables.ravel()).reshape(pair.tables.shape)
 
     def ingest(self, rows: list[int], query: list[int]) -> None:
         taps = self.random.standard_normal((sum(query), TAP_WIDTH)).astype(np.float32)
         arrays = np.array(rows), self.lengths[rows], np.array(query)
         self.spoil()
-        pool = self.engine.cache._pools[0]
-        before = [pool[:, :, row, :, :length].clone() for row, length in enumerate(self.lengths.tolist())]
-        self.engine.ingest(IngestBatch(torch.from_numpy(taps), *arrays))
+        before = valid_positions(self.pair, self.lengths, self.engine.cache)
+        tables = self.pair.tables[rows]
+        self.engine.ingest(IngestBatch(torch.from_numpy(taps), *arrays, block_tables=tables))
         self.reference.ingest(IngestBatch(taps, *arrays))
-        for row, (old, length) in enumerate(zip(before, self.lengths.tolist(), strict=True)):
-            assert torch.equal(old, pool[:, :, row, :, :length]), f"valid positions of row {row} were written"
+        after = valid_positions(self.pair, self.lengths, self.engine.cache)
+        for row, (old, new) in enumerate(zip(before, after, strict=True)):
+            assert torch.equal(old, new), f"valid positions of row {row} were written"
         self.lengths[rows] += query
 
     def draft(self, rows: list[int]) -> None:
@@ -70,11 +71,14 @@ class Contexts:
             past_lengths=self.lengths[rows],
             temperatures=self.random.choice([0.0, 0.7, 1.0], count).astype(np.float32),
             uniforms=self.random.random((count, self.engine.gamma), dtype=np.float32),
+            block_tables=self.pair.tables[rows],
         )
         self.spoil()
         assert_same_drafts(self.engine.draft(batch), self.reference.draft(batch))
 
     def move(self, source: int, destination: int) -> None:
+        """Pages stay where they are."""
+        self.pair.tables[[source, destination]] = self.pair.tables[[destination, source]]
         for engine in (self.engine, self.reference):
             engine.move_row(source, destination, int(self.lengths[source]))
         self.lengths[destination], self.lengths[source] = self.lengths[source], 0
@@ -107,10 +111,10 @@ def test_drafts_equal_the_oracle_over_steps_with_rejections_moves_and_reuse(case
             contexts.move(4, next(row for row in range(5) if row not in rows))
 
 
-def test_prompts_of_distant_rows_are_ingested_one_after_the_other(tmp_path: Path) -> None:
+def test_prompts_are_ingested_in_one_call_wherever_their_rows_lie(tmp_path: Path) -> None:
     contexts = Contexts(*open_engines(tmp_path))
-    contexts.ingest([4, 0, 1], [20, 20, 18])
-    assert contexts.pair.ingest.num_runs == 2
+    contexts.ingest([4, 0, 1], [40, 20, 1])
+    assert contexts.pair.ingest.num_runs == 1
     contexts.draft([0, 4, 1])
 
 
@@ -120,15 +124,17 @@ def test_committed_tokens_and_drafts_take_few_buckets(tmp_path: Path) -> None:
         contexts.ingest(rows, contexts.random.integers(1, 3, 3).tolist() if contexts.lengths[0] else [2, 2, 1])
         contexts.draft(rows)
     assert contexts.pair.ingest.num_runs == 0
-    assert {(each["B_context"], each["S_context"]) for each in contexts.pair.ingest.bound_extents} == {(4, 6)}
-    assert contexts.pair.draft.bound_extents == [{"R": 4, "B_context": 4}]
+    assert {each["B_context"] for each in contexts.pair.ingest.bound_extents} == {4}
+    assert [each["R"] for each in contexts.pair.draft.bound_extents] == [4]
 
 
-def test_drafts_equal_those_of_the_onnxruntime_engine_on_the_same_graph(tmp_path: Path) -> None:
-    pair, _ = open_engines(tmp_path, head_type="gated")
-    other = OnnxRuntimeDraftEngine(tmp_path / "graphs", SETTINGS)
-    assert pair.drafter_dims.attention == "standard"
-    contexts = Contexts(pair, other)
+def test_drafts_equal_those_of_the_onnxruntime_engine_of_the_same_drafter(tmp_path: Path) -> None:
+    target_folder = write_target(tmp_path / "target", family="qwen3", tied=True)
+    drafter = write_drafter(tmp_path / "drafter", target_folder, taps=TAPS, head_type="gated")
+    checkpoints = read_pair(target_folder, drafter)
+    pair = open_device_pair(*checkpoints, tmp_path / "graphs", limits=LIMITS)
+    assert pair.drafter_dims.attention == "paged"
+    contexts = Contexts(pair, open_pair(*checkpoints, tmp_path / "rows", limits=LIMITS)[1])
     contexts.ingest([3, 1], [9, 5])
     contexts.draft([1, 3])
 
@@ -140,14 +146,14 @@ def test_taps_of_numpy_and_of_other_float_types_are_converted(tmp_path: Path) ->
     engine.ingest(IngestBatch(np.zeros((6, TAP_WIDTH), np.float32), np.array([1]), np.array([0]), np.array([6])))
     taps = torch.randn((6, TAP_WIDTH)).to(torch.bfloat16)
     rows, past, query = np.array([1]), np.array([0]), np.array([6])
-    pool = engine.cache._pools[0][:, :, 1, :, :6]
+    lengths = np.array([0, 6, 0, 0, 0])
     engine.ingest(IngestBatch(taps, rows, past, query))
-    found = pool.clone()
+    found = valid_positions(pair, lengths, engine.cache)[1]
     engine.ingest(IngestBatch(taps.float().numpy(), rows, past, query))
-    assert torch.equal(pool, found)
+    assert torch.equal(valid_positions(pair, lengths, engine.cache)[1], found)
     assert found.abs().max() > 0
     engine.ingest(IngestBatch(taps.double().repeat(2, 1), rows, past, query * 2))
-    np.testing.assert_allclose(pool.numpy(), found.numpy(), atol=1e-5)
+    np.testing.assert_allclose(valid_positions(pair, lengths, engine.cache)[1], found, atol=1e-5)
 
 
 def test_an_anchor_on_the_last_position_still_drafts(tmp_path: Path) -> None:
@@ -167,21 +173,6 @@ def test_calls_beyond_the_limits_are_refused(tmp_path: Path) -> None:
     uniforms = np.zeros((1, engine.gamma), np.float32)
     with pytest.raises(CapacityError, match="max_requests 5"):
         engine.draft(DraftBatch(none + 5, none, none, np.zeros(1, np.float32), uniforms))
-
-
-def test_an_overflown_context_does_not_reach_the_next_request_in_its_row(tmp_path: Path) -> None:
-    contexts = Contexts(*open_engines(tmp_path))
-    contexts.ingest([0, 1], [9, 4])
-    contexts.draft([0, 1])
-    contexts.engine.cache._pools[0][:, :, 1, :, : 4 + contexts.engine.gamma] = torch.nan
-    contexts.lengths[1] = 0
-    taps = contexts.random.standard_normal((2, TAP_WIDTH)).astype(np.float32)
-    batch = IngestBatch(taps, np.array([1]), np.array([0]), np.array([2]))
-    contexts.engine.ingest(batch)
-    contexts.reference.ingest(batch)
-    uniforms = np.zeros((1, contexts.engine.gamma), np.float32)
-    draft = DraftBatch(np.array([1]), np.array([5]), np.array([2]), np.zeros(1, np.float32), uniforms)
-    assert_same_drafts(contexts.engine.draft(draft), contexts.reference.draft(draft))
 
 
 def test_a_failing_backend_is_an_error_of_the_project(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_sampled_output_is_distributed_as_the_target_says(mode: str, tmp_path: P
 def test_16_bit_engines_decode_as_many_tokens(precision: DevicePrecision, pair: Pair) -> None:
     """Their greedy tokens are their own, close as two logits may be in 16 bits; lengths and finite outputs are not."""
     engines = open_on_cpu(pair, precision)
-    assert engines.target.cache.rows(0, 0, 0, 1).dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    assert engines.target.cache.layers[0].dtype == {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     loop = device_loop(engines, schedulers(pair.gamma)["lagged_budget"])
     outputs = tokens_of(loop, greedy_requests())
     assert [len(outputs[r.request_id]) for r in greedy_requests()] == [r.sampling.max_tokens for r in greedy_requests()]

@@ -14,19 +14,20 @@ import torch
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import CacheDims, TargetDims, target_dims_from_metadata
-from dspark_trt.contract.protocol import EngineLimits
-from dspark_trt.engines.device.cache import DeviceCache
+from dspark_trt.contract.protocol import EngineLimits, PageLimits, TargetBatch
+from dspark_trt.engines.device.pages import DevicePages
 from dspark_trt.engines.device.target import DeviceTargetEngine
-from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeTargetEngine
 from dspark_trt.errors import CapacityError, EngineBuildError
+from dspark_trt.graphs.target import write_target_graph
 from dspark_trt.reference.engines import ReferenceTargetEngine, open_reference_engines
-from tests.support.conversations import SETTINGS, Conversations, Step, open_target, read_pair
+from tests.support.conversations import Conversations, Step, open_pair, read_pair
 from tests.support.factories import write_drafter, write_target
 from tests.support.onnxruntime_device_session import (
     DevicePair,
     OnnxRuntimeDeviceSession,
     open_device_pair,
     spoil,
+    spoil_row,
     valid_positions,
 )
 
@@ -54,6 +55,7 @@ class Rows:
         self.engine = pair.engines.target
         self.reference = reference
         self.conversations = Conversations(num_rows=LIMITS.max_requests, vocab_size=97, seed=seed)
+        pair.tables[:] = self.conversations.random.permutation(pair.tables.ravel()).reshape(pair.tables.shape)
 
     @property
     def lengths(self) -> np.ndarray:
@@ -64,13 +66,16 @@ class Rows:
         lengths = self.lengths
         spoil(self.pair, lengths)
         before = valid_positions(self.pair, lengths)
-        output = self.engine.forward(step.batch)
+        output = self.engine.forward(self.with_tables(step))
         expected = self.reference.forward(step.batch)
         assert output.logits.shape == expected.logits.shape
         np.testing.assert_allclose(output.logits.numpy(), expected.logits, atol=TOLERANCE, rtol=0)
         np.testing.assert_allclose(output.taps.numpy(), expected.taps, atol=TOLERANCE, rtol=0)
         for row, (old, new) in enumerate(zip(before, valid_positions(self.pair, lengths), strict=True)):
             assert torch.equal(old, new), f"valid positions of row {row} were written"
+
+    def with_tables(self, step: Step) -> TargetBatch:
+        return replace(step.batch, block_tables=self.pair.tables[step.batch.rows])
 
     def take(self, rows: list[int], query: list[int], num_decode: int, accepted: list[int] | None = None) -> None:
         step = self.conversations.step(rows, query, num_decode)
@@ -79,6 +84,8 @@ class Rows:
 
     def move(self, source: int, destination: int) -> None:
         tokens = self.conversations.tokens
+        """Pages stay where they are."""
+        self.pair.tables[[source, destination]] = self.pair.tables[[destination, source]]
         for engine in (self.engine, self.reference):
             engine.move_row(source, destination, len(tokens[source]))
         tokens[destination], tokens[source] = tokens[source], []
@@ -123,9 +130,10 @@ def test_outputs_equal_the_oracle_over_random_steps_with_rejections_moves_and_re
     assert rows.pair.target.bound_extents
 
 
-def test_outputs_equal_those_of_the_onnxruntime_engine_on_the_same_graph(tmp_path: Path) -> None:
-    pair = open_device_pair(*make_pair(tmp_path, family="qwen3"), tmp_path / "graphs", limits=LIMITS)
-    other = OnnxRuntimeTargetEngine(tmp_path / "graphs", SETTINGS)
+def test_outputs_equal_those_of_the_onnxruntime_engine_of_the_same_target(tmp_path: Path) -> None:
+    checkpoints = make_pair(tmp_path, family="qwen3")
+    pair = open_device_pair(*checkpoints, tmp_path / "graphs", limits=LIMITS)
+    other, _ = open_pair(*checkpoints, tmp_path / "rows", limits=LIMITS)
     conversations = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     for _ in range(6):
         step = conversations.random_step(max_query=pair.engines.target.gamma + 1)
@@ -135,7 +143,7 @@ def test_outputs_equal_those_of_the_onnxruntime_engine_on_the_same_graph(tmp_pat
         conversations.commit(step, conversations.random_acceptance(step))
 
 
-def test_steps_that_decode_take_few_buckets_from_row_0_on(rows: Rows) -> None:
+def test_steps_that_decode_take_few_buckets_wherever_their_rows_are(rows: Rows) -> None:
     rows.take([0, 1, 2, 3, 4], [3] * 5, 0)
     for active in ([1], [2], [0, 1, 2], [2, 0], [4, 3, 2, 1, 0]):
         rows.take(active, [1] * len(active), len(active))
@@ -144,18 +152,17 @@ def test_steps_that_decode_take_few_buckets_from_row_0_on(rows: Rows) -> None:
         rows.take([2, 0, 1], [1, query, 2], 3)
     assert rows.pair.target.num_runs == 1, "the prompts"
     extents = [(each["T"], each["B_decode"], each["S_decode"]) for each in rows.pair.target.bound_extents]
-    assert extents[:verifying] == [(1, 2, 1), (1, 4, 1), (4, 4, 1), (2, 4, 1), (8, 6, 1)]
+    assert extents[:verifying] == [(1, 1, 1), (4, 4, 1), (2, 2, 1), (8, 6, 1)]
     assert extents[verifying:] == [(8, 4, rows.engine.gamma + 1), (16, 4, rows.engine.gamma + 1)]
     rows.take([0, 2, 1], [1, 1, 1], 3)
     assert len(rows.pair.target.bound_extents) == len(extents), "a bucket is bound once"
 
 
-def test_prompts_of_distant_rows_are_called_one_after_the_other(rows: Rows) -> None:
+def test_prompts_are_one_call_wherever_their_rows_lie_and_however_long_they_are(rows: Rows) -> None:
     rows.take([1], [9], 0)
-    rows.take([1, 0, 5, 4], [2, 20, 18, 20], 1)
-    assert rows.pair.target.num_runs == 1 + 2, "rows 0 and 5 padded to each other would be 6 x 20 queries"
+    rows.take([1, 0, 5, 4], [2, 40, 1, 20], 1)
     rows.take([0, 1, 4, 5], [2, 2, 12, 12], 2)
-    assert rows.pair.target.num_runs == 1 + 2 + 1
+    assert rows.pair.target.num_runs == 3
 
 
 def test_a_prompt_chunk_with_more_to_come_asks_for_no_logits(rows: Rows) -> None:
@@ -190,38 +197,13 @@ def test_calls_beyond_the_limits_are_refused(rows: Rows) -> None:
         rows.engine.forward(conversations.step([0], [7], 1).batch)
 
 
-def test_what_an_overflown_request_left_behind_does_not_reach_the_next_one_in_its_row(rows: Rows) -> None:
-    """0 * NaN is NaN: a mask does not hide it."""
-    rows.take([0, 1, 2], [9, 12, 4], 0)
-    rows.take([2], [1], 1)  # rows 0 and 1 lie idle inside of the range, and are written behind max_seq_len
-    pool = rows.engine.cache._pools[0]
-    pool[:, :, 1, :, :12] = torch.nan
-    pool[:, :, 1, :, LIMITS.max_seq_len : LIMITS.max_seq_len + 1] = torch.nan
-    rows.conversations.tokens[1] = []
-    step = rows.conversations.step([1, 0], [3, 1], 0)
-    output, expected = rows.engine.forward(step.batch), rows.reference.forward(step.batch)
-    np.testing.assert_allclose(output.logits.numpy(), expected.logits, atol=TOLERANCE, rtol=0)
-
-
 def test_a_request_whose_numbers_overflow_does_not_spoil_its_neighbours(rows: Rows) -> None:
     rows.take([0, 1, 2], [9, 12, 4], 0)
-    rows.engine.cache._pools[0][:, :, 1, :, 5] = torch.nan
+    spoil_row(rows.engine.cache, rows.pair.tables[1], slice(5, 6))
     step = rows.conversations.step([1, 2, 0], [2, 4, 1], 3)
-    output, expected = rows.engine.forward(step.batch).logits.numpy(), rows.reference.forward(step.batch).logits
+    output, expected = rows.engine.forward(rows.with_tables(step)).logits.numpy(), rows.reference.forward(step.batch)
     assert np.isnan(output[:2]).all()
-    np.testing.assert_allclose(output[2:], expected[2:], atol=TOLERANCE, rtol=0)
-
-
-def test_a_request_whose_numbers_overflow_leaves_nothing_in_rows_without_tokens(rows: Rows) -> None:
-    """Row 0 lies idle beside a call whose first token, which idle rows point at, is the one that overflows."""
-    rows.take([0, 1, 2], [9, 12, 4], 0)
-    rows.engine.cache._pools[0][:, :, 1, :, 5] = torch.nan
-    overflown = rows.conversations.step([1, 2], [2, 1], 2)
-    assert np.isnan(rows.engine.forward(overflown.batch).logits.numpy()[:2]).all()
-    assert not rows.engine.cache._pools[0][:, :, 0].isnan().any()
-    step = rows.conversations.step([0], [1], 1)
-    output, expected = rows.engine.forward(step.batch).logits.numpy(), rows.reference.forward(step.batch).logits
-    np.testing.assert_allclose(output, expected, atol=TOLERANCE, rtol=0)
+    np.testing.assert_allclose(output[2:], expected.logits[2:], atol=TOLERANCE, rtol=0)
 
 
 def test_a_failing_backend_is_an_error_of_the_project_and_leaves_the_engine_usable(rows: Rows) -> None:
@@ -229,18 +211,21 @@ def test_a_failing_backend_is_an_error_of_the_project_and_leaves_the_engine_usab
     rows.pair.target.is_failing = True
     for query, num_decode in (([1], 1), ([5], 0)):
         with pytest.raises(EngineBuildError):
-            rows.engine.forward(rows.conversations.step([0], query, num_decode).batch)
+            rows.engine.forward(rows.with_tables(rows.conversations.step([0], query, num_decode)))
     rows.pair.target.is_failing = False
     rows.take([0], [1], 1)
 
 
 def test_without_tap_layers_taps_are_empty(tmp_path: Path) -> None:
     target, _ = make_pair(tmp_path)
-    open_target(target, tmp_path / "graphs", limits=LIMITS, attention="standard")
+    (tmp_path / "graphs").mkdir()
+    common: dict[str, Any] = {"limits": LIMITS, "gamma": 0, "precision": "fp32", "attention": "paged"}
+    write_target_graph(target, tmp_path / "graphs", taps=(), **common)
     session = OnnxRuntimeDeviceSession(tmp_path / "graphs" / bindings.TARGET_GRAPH)
     dims = target_dims_from_metadata(session.metadata, bindings.TARGET_GRAPH)
     session.inputs, session.outputs = bindings.target_inputs(dims), bindings.target_outputs(dims)
-    engine = DeviceTargetEngine(session, dims, torch.device("cpu"), gamma=0)
+    pages = PageLimits(1 + LIMITS.max_requests * dims.cache.table_width, 64, dims.cache.table_width, 1)
+    engine = DeviceTargetEngine(session, dims, pages, torch.device("cpu"), gamma=0)
     conversations = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     for query, num_decode in ((3, 0), (1, 1)):
         step = conversations.step([0], [query], num_decode)
@@ -248,8 +233,8 @@ def test_without_tap_layers_taps_are_empty(tmp_path: Path) -> None:
         conversations.commit(step, [query])
 
 
-def test_caches_that_do_not_fit_are_refused_with_their_size() -> None:
-    cache = CacheDims(num_layers=1 << 20, num_rows=1 << 10, num_kv_heads=8, capacity=1 << 17, head_dim=128)
-    dims = TargetDims(LIMITS, cache, "standard", vocab_size=97, hidden_size=32, num_taps=0)
-    with pytest.raises(EngineBuildError, match=r"1024 rows of 131072 positions take \d+\.\d+ GiB"):
-        DeviceCache(dims, torch.device("cpu"))
+def test_pages_that_do_not_fit_are_refused_with_their_size() -> None:
+    cache = CacheDims(num_layers=1 << 10, num_rows=1, num_kv_heads=8, capacity=1 << 17, head_dim=128, page_positions=64)
+    dims = TargetDims(LIMITS, cache, "paged", vocab_size=97, hidden_size=32, num_taps=0)
+    with pytest.raises(EngineBuildError, match=r"16777216 pages of 64 positions take \d+\.\d+ GiB, .*--gpu-mem"):
+        DevicePages(dims, PageLimits(1 << 24, 64, 1 << 11, 8), torch.device("cpu"))

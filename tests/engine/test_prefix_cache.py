@@ -1,4 +1,5 @@
-"""The prefix cache over real engines: the same drafts and tokens as without it, and nothing left of others in a row."""
+"""The prefix cache over the rows of real engines: the same drafts and tokens as without it. Over pages:
+test_device_loop.py."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.loop import DecodingLoop
@@ -15,7 +15,6 @@ from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 from tests.engine.test_eagle3 import write_pair
 from tests.support.conversations import open_pair
 from tests.support.device_cases import LIMITS, VOCABULARY, make_pair
-from tests.support.onnxruntime_device_session import open_device_pair
 from tests.support.toy_engines import make_loop, run
 
 SYSTEM = tuple(np.random.default_rng(3).integers(0, VOCABULARY, 30).tolist())
@@ -28,12 +27,6 @@ def block_drafter(folder: Path) -> tuple[Any, Any, Any]:
 
 def eagle3(folder: Path) -> tuple[Any, Any, Any]:
     return (*open_pair(*write_pair(folder, "DeepSpec"), folder / "graphs", limits=LIMITS), None)
-
-
-def device(folder: Path) -> tuple[Any, Any, Any]:
-    pair = make_pair(folder)
-    engines = open_device_pair(pair.target, pair.drafter, folder / "graphs", limits=LIMITS).engines
-    return engines.target, engines.drafter, engines.step
 
 
 def decode(loop: DecodingLoop, blocks: list[Any]) -> tuple[list[list[int]], list[list[int]], int]:
@@ -66,7 +59,7 @@ def decode(loop: DecodingLoop, blocks: list[Any]) -> tuple[list[list[int]], list
     return outputs, drafts, num_reused
 
 
-@pytest.mark.parametrize("open_engines", [block_drafter, eagle3, device], ids=lambda opener: opener.__name__)
+@pytest.mark.parametrize("open_engines", [block_drafter, eagle3], ids=lambda opener: opener.__name__)
 def test_drafts_and_tokens_are_the_same_with_and_without_reuse(open_engines: Any, tmp_path: Path) -> None:
     target, drafter, step = open_engines(tmp_path)
     mode = "fixed" if step is None else "lagged_budget"
@@ -89,18 +82,3 @@ def test_drafts_and_tokens_are_the_same_with_and_without_reuse(open_engines: Any
     assert found_drafts == drafts, "the drafter's context has no hole"
     assert num_reused == 0
     assert num_found > 28 + 2 * 45 + 2 * 28
-
-
-def test_a_row_of_a_device_keeps_nothing_of_others_behind_a_reused_prefix(tmp_path: Path) -> None:
-    """Attention without the plugin reads whole rows: 0 * NaN is NaN."""
-    target, _, _ = device(tmp_path)
-    pool = target.cache._pools[0]
-    prefix = torch.randn_like(pool[:, :, 1, :, :8])
-    for source, destination in ((1, 1), (1, 2)):
-        pool[:, :, 1, :, :8] = prefix
-        for row in {source, destination}:
-            pool[:, :, row, :, 8:20] = torch.nan
-            target.cache._written[row] = 20
-        target.move_row(source, destination, 8)
-        assert torch.equal(pool[:, :, destination, :, :8], prefix)
-        assert not pool[:, :, destination, :, 8:].any()

@@ -1,8 +1,8 @@
 """What TensorRT-RTX makes of attention, as the compiler's listing of an engine's layers has it.
 
-The listing is not a measurement. It says which buffers a kernel reads, which is what matters where capacity is long and
-contexts are short (docs/adr/0007): caches go from the native update straight into RowAttention, and nothing else reads
-them.
+The listing is not a measurement. It says which buffers a kernel reads, which is what matters where pools are large and
+contexts are short (docs/adr/0007, docs/adr/0015): a pool goes from the node that writes new tokens straight into
+RowAttention, and nothing else reads it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, open_graph
 from dspark_trt.engines.tensorrt.compiler.profiles import graph_profiles
 from dspark_trt.engines.tensorrt.compiler.scratch import scratch_bytes
 from tests.support.factories import write_drafter, write_target
-from tests.support.rtx_graphs import SMS, DetailedCompiler, compile_some, export
+from tests.support.rtx_graphs import ONE_SM, DetailedCompiler, compile_some, export
 
 LIMITS = EngineLimits(max_requests=16, max_seq_len=4032, max_batch_tokens=64)
-CAPACITY = LIMITS.max_seq_len + LIMITS.max_batch_tokens
+PAGE = (2, 2, 64, 64)  # keys and values, KV heads, positions, head dim
 NUM_LAYERS = 3
-KV_HEADS, HEAD_DIM = 2, 64
+HEAD_DIM = 64
 GAMMA = 5
 PROFILES = {
-    graph: [profile.name for profile in graph_profiles(graph, LIMITS, GAMMA)]
-    for graph in (bindings.TARGET_GRAPH, bindings.DRAFT_GRAPH)
+    bindings.TARGET_GRAPH: ["decode", "verify", "prefill"],
+    bindings.INGEST_GRAPH: ["verify", "prefill"],
+    bindings.DRAFT_GRAPH: ["draft"],
 }
-GROUPS = {bindings.TARGET_GRAPH: bindings.TARGET_GROUPS, bindings.DRAFT_GRAPH: (bindings.CONTEXT,)}
 CASES = [(graph, profile) for graph, profiles in PROFILES.items() for profile in profiles]
 Tensors = dict[str, tuple[int, ...]]  # shapes by name, -1 where the call decides
 
@@ -46,59 +46,38 @@ class Layer:
     writes: Tensors
 
     @property
-    def is_plugin(self) -> bool:
+    def is_attention(self) -> bool:
         return "RowAttention" in self.name
 
     @property
-    def profile(self) -> int:
-        """Its number stands behind the node's name."""
-        found = re.search(r"_myl(\d+)_\d+$", self.name)
-        assert found is not None, self.name
-        return int(found.group(1))
+    def is_write(self) -> bool:
+        return "PageWrite" in self.name
 
-    def caches(self, group: str) -> Tensors:
-        """Caches of a row group that it reads under their own names, which are bound memory and no copies."""
-        return {name: shape for name, shape in self.reads.items() if re.match(rf"{group}\.\w+_cache\.", name)}
-
-    @property
-    def is_update(self) -> bool:
-        """It writes every cache that it reads: new tokens enter."""
-        return {name for name in self.reads if "_cache." in name} <= self.writes.keys()
-
-    @property
-    def copies(self) -> list[str]:
-        """What it writes of the size of a cache and is none."""
-        return [
-            name
-            for name, shape in self.writes.items()
-            if "_cache." not in name and CAPACITY in shape and HEAD_DIM in shape
-        ]
+    def pools(self, tensors: Tensors) -> list[str]:
+        """Tensors of the shape of a pool."""
+        return [name for name, shape in tensors.items() if shape[1:] == PAGE]
 
 
 @dataclass(frozen=True)
 class Listing:
-    """One profile of an engine."""
+    """All profiles of an engine, one behind the other."""
 
     layers: tuple[Layer, ...]
-    scratch_bytes: int
-    planned_bytes: int  # before anything was compiled
+    scratch_bytes: tuple[int, ...]  # of each profile
+    planned_bytes: tuple[int, ...]  # before anything was compiled
 
 
-Listings = dict[tuple[str, str], Listing]  # by graph and profile
-
-
-def listings(messages: list[str], opened: OpenedGraphs) -> Listings:
-    """From the compiler's messages, in which graphs stand in the order of compilation."""
+def listings(messages: list[str], opened: OpenedGraphs) -> dict[str, Listing]:
+    """By graph, from the compiler's messages, in which graphs stand in the order of compilation."""
     parts = "\n".join(messages).split("Input filename:")[1:]  # what the parser says first
     result = {}
-    for (graph, profiles), part in zip(PROFILES.items(), parts, strict=True):
-        layers = tuple(_layers(part))
+    for graph, part in zip(PROFILES, parts, strict=True):
         scratch = [int(size) for size in re.findall(r"Max Scratch Memory: (\d+) bytes", part)]
         dims = opened.target if graph == bindings.TARGET_GRAPH else opened.drafter
-        planned = [scratch_bytes(opened.models[graph], dims, each) for each in graph_profiles(graph, LIMITS, GAMMA)]
-        for index, (profile, size, plan) in enumerate(zip(profiles, scratch, planned, strict=True)):
-            of_profile = tuple(layer for layer in layers if layer.profile == index)
-            result[graph, profile] = Listing(of_profile, size, plan)
+        profiles = graph_profiles(graph, opened.target, opened.drafter)
+        assert [each.name for each in profiles] == PROFILES[graph]
+        planned = [scratch_bytes(opened.models[graph], dims, each) for each in profiles]
+        result[graph] = Listing(tuple(_layers(part)), tuple(scratch), tuple(planned))
     return result
 
 
@@ -112,7 +91,7 @@ def _layers(text: str) -> Iterator[Layer]:
 
 
 def _tensors(text: str) -> Tensors:
-    found = re.findall(r"Name: ([^,]+?)(?: \[profile \d+\])?, Dimensions: \[([-\d,]*)\]", text)
+    found = re.findall(r"Name: ([^,]+?)(?: \[profile \d+\])?,(?: Location: Device,)? Dimensions: \[([-\d,]*)\]", text)
     return {name: tuple(int(size) for size in sizes.split(",") if size) for name, sizes in found}
 
 
@@ -124,48 +103,46 @@ def write_pair(folder: Path) -> tuple[Path, Path]:
     return target, write_drafter(folder / "drafter", target, layers=NUM_LAYERS, gamma=GAMMA)
 
 
-@pytest.fixture(scope="module", params=[(80,), (120,), SMS], ids=lambda sms: "-".join(map(str, sms)))
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Listings:
-    """For the oldest and the newest GPU alone, and for all in one engine, which the compiler makes alike for all."""
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Listing]:
     folder = tmp_path_factory.mktemp("listing")
     pair = export(*write_pair(folder), folder / "graphs", LIMITS, "bf16")
     (folder / "engines").mkdir()
-    compiler = DetailedCompiler(CompileSettings("tensorrt_rtx", request.param), folder / "engines")
+    compiler = DetailedCompiler(CompileSettings("tensorrt_rtx", ONE_SM), folder / "engines")
     compile_some(pair.graphs, compiler, tuple(PROFILES))
     return listings(compiler.log.messages, open_graphs(pair.graphs))
 
 
-@pytest.mark.parametrize(("graph", "profile"), CASES)
-def test_the_plugin_reads_the_bound_caches(compiled: Listings, graph: str, profile: str) -> None:
-    plugins = [layer for layer in compiled[graph, profile].layers if layer.is_plugin]
-    for group in GROUPS[graph]:
-        read = [layer.caches(group) for layer in plugins if layer.caches(group)]
-        assert [list(caches) for caches in read] == [
-            [bindings.cache_output(name(group, layer)) for name in (bindings.key_cache, bindings.value_cache)]
-            for layer in range(NUM_LAYERS)
-        ]
-        assert {shape[1:] for caches in read for shape in caches.values()} == {(KV_HEADS, CAPACITY, HEAD_DIM)}
-    assert len(plugins) == NUM_LAYERS * len(GROUPS[graph])
-
-
-@pytest.mark.parametrize(("graph", "profile"), CASES)
-def test_nothing_else_reads_them_but_the_update_and_nothing_is_copied(
-    compiled: Listings, graph: str, profile: str
+@pytest.mark.parametrize("graph", PROFILES)
+def test_pools_go_from_the_node_that_writes_them_straight_into_attention(
+    compiled: dict[str, Listing], graph: str
 ) -> None:
-    listing = compiled[graph, profile]
-    others = [layer for layer in listing.layers if not layer.is_plugin]
-    for group in GROUPS[graph]:
-        readers = [layer for layer in others if layer.caches(group)]
-        updated = [name for layer in readers for name in layer.caches(group)]
-        assert all(layer.is_update for layer in readers)
-        assert len(updated) == len(set(updated)) == 2 * NUM_LAYERS, "each cache once"
-    assert [layer.name for layer in listing.layers if layer.copies] == []
-    keys_of_a_layer = LIMITS.max_requests * KV_HEADS * CAPACITY * HEAD_DIM * 2
-    assert listing.scratch_bytes < keys_of_a_layer  # 8 MB of it are for matrix products
+    """Under their own names, which are bound memory and no copies, once for each layer and profile."""
+    layers, num_profiles = compiled[graph].layers, len(PROFILES[graph])
+    writes = [layer for layer in layers if layer.is_write]
+    assert len(writes) == NUM_LAYERS * num_profiles
+    for layer in writes:
+        (pool,), (written,) = layer.pools(layer.reads), layer.pools(layer.writes)
+        assert re.fullmatch(r"kv_cache\.\d+", pool)
+        assert written.replace(".out", "") == pool
+    attentions = [layer for layer in layers if layer.is_attention]
+    assert len(attentions) == (0 if graph == bindings.INGEST_GRAPH else NUM_LAYERS * num_profiles)
+    for layer in attentions:
+        assert all(re.match(r"kv_cache\.\d+\.out", pool) for pool in layer.pools(layer.reads))
+        assert len(layer.pools(layer.reads)) == 1
 
 
-@pytest.mark.parametrize(("graph", "profile"), CASES)
-def test_scratch_memory_is_within_the_plan(compiled: Listings, graph: str, profile: str) -> None:
+@pytest.mark.parametrize("graph", PROFILES)
+def test_nothing_else_reads_a_pool_and_nothing_of_its_size_is_made(compiled: dict[str, Listing], graph: str) -> None:
+    listing = compiled[graph]
+    others = [layer for layer in listing.layers if not (layer.is_write or layer.is_attention)]
+    assert [layer.name for layer in others if layer.pools(layer.reads) or layer.pools(layer.writes)] == []
+    assert not [layer.name for layer in listing.layers if "ShapeHostToDevice" in layer.name], "a copy from the host"
+
+
+@pytest.mark.parametrize("graph", PROFILES)
+def test_scratch_memory_is_within_the_plan(compiled: dict[str, Listing], graph: str) -> None:
     """docs/operations.md has the plan of larger shapes."""
-    listing = compiled[graph, profile]
-    assert listing.scratch_bytes <= listing.planned_bytes <= listing.scratch_bytes + (64 << 20)
+    listing = compiled[graph]
+    for found, planned in zip(listing.scratch_bytes, listing.planned_bytes, strict=True):
+        assert found <= planned <= found + (64 << 20)

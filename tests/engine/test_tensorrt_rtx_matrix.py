@@ -91,7 +91,7 @@ def test_a_mask_first_block_with_a_window_and_fewer_ids_compiles(tmp_path: Path)
     )
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
     facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.DRAFT_GRAPH])
-    counts = {"ATTENTION_INPUT": 1, "ATTENTION_OUTPUT": 1, "KV_CACHE_UPDATE": 4, "PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2}
+    counts = {"ATTENTION_INPUT": 1, "ATTENTION_OUTPUT": 1, "PLUGIN_V3": 4, "ROTARY_EMBEDDING": 2}
     assert counted_layers(facts) == {bindings.DRAFT_GRAPH: counts}
     assert facts[bindings.DRAFT_GRAPH].warnings == ()
 
@@ -102,7 +102,7 @@ def test_a_block_with_attention_sinks_compiles(tmp_path: Path) -> None:
     drafter = write_dialect(tmp_path / "drafter", target, "nemotron", layers=2, layer_ids=(0, 1), block_size=8)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
     facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.DRAFT_GRAPH], sms=(89,))
-    counts = {"KV_CACHE_UPDATE": 4, "PLUGIN_V3": 1, "ROTARY_EMBEDDING": 2}
+    counts = {"PLUGIN_V3": 3, "ROTARY_EMBEDDING": 2}
     assert counted_layers(facts) == {bindings.DRAFT_GRAPH: counts}
     assert facts[bindings.DRAFT_GRAPH].warnings == ()
 
@@ -116,7 +116,7 @@ def test_a_target_with_experts_and_windows_compiles(tmp_path: Path) -> None:
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
     facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH])
-    counts = {"ATTENTION_INPUT": 6, "ATTENTION_OUTPUT": 6, "KV_CACHE_UPDATE": 12, "ROTARY_EMBEDDING": 3}
+    counts = {"ATTENTION_INPUT": 6, "ATTENTION_OUTPUT": 6, "PLUGIN_V3": 3, "ROTARY_EMBEDDING": 3}
     assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
     assert facts[bindings.TARGET_GRAPH].warnings == ()
 
@@ -130,7 +130,7 @@ def test_gemma4_with_the_heads_of_its_12b_model_compiles(tmp_path: Path) -> None
     drafter = write_gemma_drafter(tmp_path / "drafter", target, taps=(0,), layers=1)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
     facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH])
-    counts = {"ATTENTION_INPUT": 2, "ATTENTION_OUTPUT": 2, "KV_CACHE_UPDATE": 8, "ROTARY_EMBEDDING": 2}
+    counts = {"ATTENTION_INPUT": 2, "ATTENTION_OUTPUT": 2, "PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2}
     assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
     assert facts[bindings.TARGET_GRAPH].warnings == ()
     assert facts[bindings.TARGET_GRAPH].layers["SOFTMAX"] == len(bindings.TARGET_GROUPS)

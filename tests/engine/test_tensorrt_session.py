@@ -36,8 +36,8 @@ def dims(tmp_path_factory: pytest.TempPathFactory) -> tuple[TargetDims, DrafterD
     target = write_target(folder / "target")
     read = read_pair(target, write_drafter(folder / "drafter", target))
     return (
-        target_dims(read[0].spec, num_taps=2, limits=LIMITS, attention="standard", element_type="bfloat16"),
-        drafter_dims(read[1].spec, limits=LIMITS, attention="standard", element_type="bfloat16"),
+        target_dims(read[0].spec, num_taps=2, limits=LIMITS, attention="paged", element_type="bfloat16"),
+        drafter_dims(read[1].spec, limits=LIMITS, attention="paged", element_type="bfloat16"),
     )
 
 
@@ -64,7 +64,7 @@ def test_the_ranges_of_an_engine_give_the_profile_that_its_extents_give(
     letters = {size for each in inputs for size in each.shape if isinstance(size, str)}  # some are of other families
     profiles = tuple(
         replace(profile, extents={name: extent for name, extent in profile.extents.items() if name in letters})
-        for profile in graph_profiles(graph, LIMITS, dims[1].gamma)
+        for profile in graph_profiles(graph, *dims)
     )
     ranges = [{each.name: profile.shapes(each)[::2] for each in inputs} for profile in profiles]
     num_served = 0

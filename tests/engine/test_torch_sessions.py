@@ -1,6 +1,6 @@
-"""The PyTorch sessions of the device runtime against the `standard` graphs in ONNX Runtime, on the very same tensors.
+"""The PyTorch sessions of the device runtime against the `paged` graphs in ONNX Runtime, on the very same tensors.
 
-Rows stand in groups with gaps, everything is padded, and what is padding is poisoned.
+Some rows are idle, everything is padded, and what is padding is poisoned.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from dspark_trt.reference.draft_session import TorchDraftSession
 from dspark_trt.reference.sequential import TorchSelectSession
 from dspark_trt.reference.sessions import TorchIngestSession, TorchTargetSession
 from dspark_trt.reference.weights import ReferenceWeights
-from tests.support.conversations import open_pair, read_pair
+from tests.support.conversations import read_pair
 from tests.support.factories import write_drafter, write_target
+from tests.support.onnxruntime_device_session import write_paged_graphs
 from tests.support.session_calls import (
     POISONS,
     Poison,
@@ -31,6 +32,7 @@ from tests.support.session_calls import (
     caches_of,
     copied,
     draft_call,
+    held,
     ingest_call,
     run_graph,
     target_call,
@@ -42,7 +44,7 @@ TOLERANCE = 1e-4
 DECODE = ((0, 0), (17, 3), (47, 1), (0, 0), (4, 6), (30, 2))  # rows 0 and 3 are idle
 PREFILL = ((0, 9), (12, 2))
 CONTEXT = ((5, 4), (0, 0), (0, 7), (40, 8))
-DRAFT = {"past_lengths": (9, 43, 1), "rows": (4, 0, 2), "temperatures": (0.0, 0.8, 1.3), "num_rows": 5}
+DRAFT = {"past_lengths": (9, 43, 1), "temperatures": (0.0, 0.8, 1.3)}
 HEADS: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "vanilla, confidence without Markov": {"confidence_with_markov": False, "confidence_bias": False},
@@ -72,12 +74,12 @@ class Pair(NamedTuple):
             self.target.spec,
             num_taps=self.drafter.spec.num_taps,
             limits=LIMITS,
-            attention="standard",
+            attention="paged",
             element_type=self.element_type,
         )
 
     def drafter_dims(self) -> DrafterDims:
-        return drafter_dims(self.drafter.spec, limits=LIMITS, attention="standard", element_type=self.element_type)
+        return drafter_dims(self.drafter.spec, limits=LIMITS, attention="paged", element_type=self.element_type)
 
     def weights(self, checkpoint: TargetCheckpoint | DrafterCheckpoint) -> ReferenceWeights:
         return ReferenceWeights(checkpoint.weights, "cpu", getattr(torch, self.element_type))
@@ -122,15 +124,16 @@ def ingest_tensors(dims: DrafterDims, poison: Poison = POISONS[1], scale: float 
 
 def assert_close(found: Tensors, expected: Tensors, names: list[str]) -> None:
     for name in names:
+        kept = slice(1 if bindings.is_cache(name) else 0, None)  # page 0 is nobody's
         torch.testing.assert_close(
-            found[name], expected[name], atol=TOLERANCE, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            found[name][kept], expected[name][kept], atol=TOLERANCE, rtol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_target_equals_its_graph(family: str, tmp_path: Path) -> None:
     pair = write_pair(tmp_path, FAMILIES[family])
-    open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=LIMITS, is_standard=True)
+    write_paged_graphs(pair.target, pair.drafter, tmp_path / "graphs", limits=LIMITS)
     tensors = target_tensors(pair.target_dims())
     expected = copied(tensors)
     pair.target_session().run(tensors)
@@ -143,7 +146,7 @@ def test_the_target_equals_its_graph(family: str, tmp_path: Path) -> None:
 def test_the_drafter_equals_its_graphs(head: str, tmp_path: Path) -> None:
     pair = write_pair(tmp_path, head=HEADS[head])
     graphs = tmp_path / "graphs"
-    open_pair(pair.target, pair.drafter, graphs, limits=LIMITS, is_standard=True)
+    write_paged_graphs(pair.target, pair.drafter, graphs, limits=LIMITS)
     ingested = ingest_tensors(pair.drafter_dims())
     expected = copied(ingested)
     pair.ingest_session().run(ingested)
@@ -169,8 +172,8 @@ def test_padding_and_what_lies_behind_the_valid_positions_change_nothing(pair: P
         assert torch.equal(calls[0][name][:num_real], calls[1][name][:num_real]), name
     for group, rows in ((bindings.DECODE, DECODE), (bindings.PREFILL, PREFILL)):
         for row, (past, query) in enumerate(rows):
-            caches = [call[bindings.value_cache(group, 3)][row, :, : past + query] for call in calls]
-            assert torch.equal(*caches)
+            table = calls[0][bindings.group_block_tables(group)][row]
+            assert torch.equal(*(held(call[bindings.page_cache(3)], table, past + query) for call in calls))
     drafts = [draft_call(pair.drafter_dims(), **DRAFT, poison=poison) for poison in POISONS]
     for draft in drafts:
         pair.draft_session().run(draft)
@@ -178,18 +181,14 @@ def test_padding_and_what_lies_behind_the_valid_positions_change_nothing(pair: P
         assert torch.equal(drafts[0][name], drafts[1][name]), name
 
 
-def test_rows_without_tokens_keep_their_valid_positions(pair: Pair) -> None:
-    dims = pair.target_dims()
-    tensors = target_tensors(dims)
-    key = bindings.key_cache(bindings.DECODE, 1)
-    tensors[key][0] = 7.0
-    before = tensors[key].clone()
+def test_nothing_is_written_but_where_tokens_go_and_in_page_0(pair: Pair) -> None:
+    tensors = target_tensors(pair.target_dims())
+    pool = tensors[bindings.page_cache(1)]
+    before = pool.clone()
     pair.target_session().run(tensors)
-    assert torch.equal(tensors[key][0, :, : LIMITS.max_seq_len], before[0, :, : LIMITS.max_seq_len])
-    num_queries = tensors[bindings.group_tokens(bindings.DECODE)].shape[1]
-    written = slice(LIMITS.max_seq_len, LIMITS.max_seq_len + num_queries)
-    assert (before[0, :, written] != 0).all()
-    assert (tensors[key][0, :, written] == 0).all(), "a NaN of another request would get through the mask"
+    is_written = (pool != before).any(-1).any(1).any(1)  # [P, page_positions]
+    assert is_written[1:].sum() == sum(query for _, query in (*DECODE, *PREFILL))
+    assert is_written[0].any(), "padding"
 
 
 def test_a_call_can_ask_for_no_logits(pair: Pair) -> None:
@@ -217,14 +216,14 @@ def test_16_bit_sessions_are_close_to_float32(pair: Pair, element_type: Any) -> 
     pair.target_session().run(wide)
     half.target_session().run(narrow)
     assert narrow[bindings.LOGITS].dtype == torch.float32
-    for name in (bindings.LOGITS, bindings.TAPS, bindings.key_cache(bindings.DECODE, 3)):
+    for name in (bindings.LOGITS, bindings.TAPS, bindings.page_cache(3)):
         assert_near(narrow[name], wide[name])
     wide = ingest_tensors(pair.drafter_dims(), POISONS[0])
     narrow = copied(wide, element_type=dtype)
     pair.ingest_session().run(wide)
     half.ingest_session().run(narrow)
     for name in caches_of(wide):
-        assert_near(narrow[name], wide[name])
+        assert_near(narrow[name][1:], wide[name][1:])
     wide = draft_call(pair.drafter_dims(), **DRAFT | {"temperatures": (0.0, 0.0, 0.0)})
     narrow = copied(wide, element_type=dtype)
     pair.draft_session().run(wide)
@@ -244,7 +243,7 @@ def test_massive_taps_do_not_overflow_float16(pair: Pair) -> None:
     pair.ingest_session().run(wide)
     half.ingest_session().run(narrow)
     for name in caches_of(wide):
-        torch.testing.assert_close(narrow[name].float(), wide[name], atol=0.05, rtol=0.01)
+        torch.testing.assert_close(narrow[name][1:].float(), wide[name][1:], atol=0.05, rtol=0.01)
 
 
 def test_a_bound_call_works_on_the_tensors_it_was_given(pair: Pair) -> None:

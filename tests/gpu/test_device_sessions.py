@@ -48,7 +48,7 @@ def calls(opened: ReferenceSessions, poison: Any = POISONS[1]) -> dict[str, tupl
     context = ingest_call(
         opened.drafter_dims, ((5, 4), (0, 0), (0, 7), (40, 8)), num_tokens=32, num_queries=8, poison=poison
     )
-    draft = draft_call(opened.drafter_dims, (9, 43, 1), (3, 0, 2), (0.0, 0.8, 1.3), num_rows=4, poison=poison)
+    draft = draft_call(opened.drafter_dims, (9, 43, 1), (0.0, 0.8, 1.3), poison=poison)
     sessions = opened.sessions
     return {
         "target": (sessions.target, target),

@@ -77,8 +77,8 @@ def test_the_target_gives_what_pytorch_gives(make: Any, compiled: Compiled) -> N
     num_real = num_tokens((*ROWS, *chunks))
     for name in (bindings.LOGITS, bindings.TAPS):
         assert_near(found[name][:num_real], expected[name][:num_real], name)
-    assert_same_caches(found, expected, bindings.DECODE, ROWS)
-    assert_same_caches(found, expected, bindings.PREFILL, chunks)
+    for group, rows in ((bindings.DECODE, ROWS), (bindings.PREFILL, chunks)):
+        assert_same_caches(found, expected, expected[bindings.group_block_tables(group)], rows)
 
 
 def test_every_row_sees_its_own_positions_and_no_others(compiled: Compiled) -> None:
@@ -102,9 +102,10 @@ def test_a_row_whose_end_moves_sees_one_position_more(compiled: Compiled) -> Non
     first, longer, beyond = (verification(compiled, POISONS[0]) for _ in range(3))
     past = ROWS[1][0]
     for layer in range(3):
-        name = bindings.value_cache(bindings.DECODE, layer)
-        longer[name][1, :, past - 1] += 4.0
-        beyond[name][1, :, past + ROWS[1][1] + 3] += 4.0  # behind the last query, padding included
+        name = bindings.page_cache(layer)
+        for call, position in ((longer, past - 1), (beyond, past + ROWS[1][1] + 3)):  # and behind the last query
+            page = call[bindings.group_block_tables(bindings.DECODE)][1, position // 64]
+            call[name][page, 1, :, position % 64] += 4.0
     for call in (first, longer, beyond):
         compiled.sessions[bindings.TARGET_GRAPH].run(call)
     row = slice(0, ROWS[1][1])
@@ -118,7 +119,7 @@ def test_the_drafter_gives_what_pytorch_gives(compiled: Compiled) -> None:
     found, expected = ingestion(compiled), ingestion(compiled)
     compiled.sessions[bindings.INGEST_GRAPH].run(found)
     compiled.reference.sessions.ingest.run(expected)
-    assert_same_caches(found, expected, bindings.CONTEXT, CONTEXT)
+    assert_same_caches(found, expected, expected[bindings.group_block_tables(bindings.CONTEXT)], CONTEXT)
     found, expected = drafting(compiled), drafting(compiled)
     compiled.sessions[bindings.DRAFT_GRAPH].run(found)
     compiled.reference.sessions.draft.run(expected)

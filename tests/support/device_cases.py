@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.calibration import Calibration
-from dspark_trt.contract.protocol import EngineLimits, TargetBatch
+from dspark_trt.contract.protocol import EngineLimits, PageLimits, TargetBatch
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.reference.engines import ReferenceTargetEngine, open_reference_engines
@@ -78,7 +78,16 @@ def greedy_requests(num_requests: int = 7, max_tokens: int = 20) -> list[Generat
     ]
 
 
-def decode(target: Any, drafter: Any, step: Any, scheduler: SchedulerConfig, acceptance: Any = None) -> DecodingLoop:
+def decode(
+    target: Any,
+    drafter: Any,
+    step: Any,
+    scheduler: SchedulerConfig,
+    acceptance: Any = None,
+    pages: PageLimits | None = None,
+    *,
+    prefix_cache: bool = False,
+) -> DecodingLoop:
     return DecodingLoop(
         target=target,
         drafter=drafter,
@@ -89,6 +98,8 @@ def decode(target: Any, drafter: Any, step: Any, scheduler: SchedulerConfig, acc
         eos_token_ids=[],
         decode=lambda ids: "".join(chr(65 + token % 26) for token in ids),
         scheduler=scheduler,
+        pages=pages,
+        prefix_cache=prefix_cache,
     )
 
 
@@ -96,8 +107,13 @@ def tokens_of(loop: DecodingLoop, requests: Sequence[GenerationRequest]) -> dict
     return {name: output.token_ids for name, output in run(loop, requests).items()}
 
 
-def device_loop(engines: DeviceEngines, scheduler: SchedulerConfig) -> DecodingLoop:
-    return decode(engines.target, engines.drafter, engines.step, scheduler, engines.acceptance)
+def device_loop(
+    engines: DeviceEngines, scheduler: SchedulerConfig, *, num_pages: int | None = None, prefix_cache: bool = False
+) -> DecodingLoop:
+    """`num_pages` of those that the engines have."""
+    pages = engines.pages if num_pages is None else replace(engines.pages, num_pages=num_pages)
+    parts = engines.target, engines.drafter, engines.step, scheduler, engines.acceptance, pages
+    return decode(*parts, prefix_cache=prefix_cache)
 
 
 def oracle_tokens(

@@ -123,7 +123,10 @@ def run(operation: Operation, inputs: Mapping[str, NDArray[Any]]) -> dict[str, N
     extents = extents_of(operation.inputs, [inputs[tensor.name].shape for tensor in operation.inputs])
     tensors = {tensor.name: GuardedTensor(tensor, extents, inputs[tensor.name]) for tensor in operation.inputs}
     before = {name: tensor.value.clone() for name, tensor in tensors.items()}
-    tensors |= {tensor.name: GuardedTensor(tensor, extents) for tensor in (*operation.outputs, *operation.workspace)}
+    tensors |= {
+        tensor.name: GuardedTensor(tensor, extents, inputs.get(tensor.alias_of or ""))
+        for tensor in (*operation.outputs, *operation.workspace)
+    }
     _memory.allow(tensor.value for tensor in tensors.values())
     for launch in operation.launches(extents):
         if 0 in launch.grid:

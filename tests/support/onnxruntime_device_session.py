@@ -1,4 +1,4 @@
-"""DeviceSession that runs a `standard` float32 graph in ONNX Runtime, straight on the memory of torch CPU tensors."""
+"""DeviceSession that runs a `paged` float32 graph in ONNX Runtime, straight on the memory of torch CPU tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims_from_
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.select_bindings import select_inputs, select_outputs
 from dspark_trt.engines.device.engines import DeviceEngines, DeviceSessions, open_device_engines
+from dspark_trt.engines.device.pages import DevicePages
 from dspark_trt.engines.device.session import Tensors
 from dspark_trt.errors import EngineBuildError
+from dspark_trt.graphs.drafter import write_drafter_graphs
 from dspark_trt.graphs.select import write_select_graph
-from tests.support.conversations import open_pair
+from dspark_trt.graphs.target import write_target_graph
 
 
 class OnnxRuntimeDeviceSession:
@@ -82,7 +84,7 @@ class OnnxRuntimeDeviceSession:
             for size, found in zip(expected[name].shape, tensor.shape, strict=True):
                 wanted = extents.setdefault(size, found) if isinstance(size, str) else size
                 assert found == wanted, f"{name}: {tuple(tensor.shape)} where {size} is {wanted}"
-            if "_cache." in name and not name.endswith(".out"):
+            if "_cache." in name and not name.endswith(".out") and bindings.cache_output(name) in tensors:
                 assert tensor.data_ptr() == tensors[bindings.cache_output(name)].data_ptr(), name
         return extents
 
@@ -98,13 +100,14 @@ class DevicePair:
     select: OnnxRuntimeDeviceSession
     target_dims: TargetDims
     drafter_dims: DrafterDims
+    tables: NDArray[np.int64]  # of every row, those of calls that say nothing; a test may write others, and say so
 
 
 def open_device_pair(
     target: TargetCheckpoint, drafter: DrafterCheckpoint, graphs: Path, *, limits: EngineLimits
 ) -> DevicePair:
     """Write the four graphs and open device engines on the CPU."""
-    open_pair(target, drafter, graphs, limits=limits, is_standard=True)
+    write_paged_graphs(target, drafter, graphs, limits=limits)
     write_select_graph(drafter.spec, graphs, limits=limits, precision="fp32")
     names = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
     verify, ingest, draft, select = sessions = [OnnxRuntimeDeviceSession(graphs / name) for name in names]
@@ -115,7 +118,27 @@ def open_device_pair(
     draft.inputs, draft.outputs = bindings.draft_inputs(of_drafter), bindings.draft_outputs(of_drafter)
     select.inputs, select.outputs = select_inputs(of_drafter), select_outputs(of_drafter)
     engines = open_device_engines(DeviceSessions(*sessions), of_target, of_drafter, "cpu")
-    return DevicePair(engines, *sessions, target_dims=of_target, drafter_dims=of_drafter)
+    tables = np.arange(1, engines.pages.num_pages).reshape(limits.max_requests, engines.pages.table_width)
+    return DevicePair(engines, *sessions, target_dims=of_target, drafter_dims=of_drafter, tables=tables)
+
+
+def write_paged_graphs(
+    target: TargetCheckpoint, drafter: DrafterCheckpoint, graphs: Path, *, limits: EngineLimits
+) -> None:
+    """Those of both models."""
+    graphs.mkdir(parents=True, exist_ok=True)
+    spec = drafter.spec
+    write_target_graph(
+        target,
+        graphs,
+        taps=spec.target_layer_ids,
+        norm_last_tap=spec.is_last_tap_normed,
+        limits=limits,
+        gamma=spec.gamma,
+        precision="fp32",
+        attention="paged",
+    )
+    write_drafter_graphs(target, drafter, graphs, limits=limits, precision="fp32", attention="paged")
 
 
 def spoil(pair: DevicePair, lengths: NDArray[np.int64], context_lengths: NDArray[np.int64] | None = None) -> None:
@@ -131,13 +154,36 @@ def spoil(pair: DevicePair, lengths: NDArray[np.int64], context_lengths: NDArray
         outputs.fill_(torch.nan)
     engines.drafter.fetched._memory.fill_(0xFF)
     for engine, valid in ((engines.target, lengths), (engines.drafter, context_lengths)):
-        if valid is not None:
-            for row, length in enumerate(valid):
-                for pool in engine.cache._pools:
-                    pool[:, :, row, :, int(length) :] = 3e4
+        if valid is None:
+            continue
+        for pool in engine.cache.layers:
+            kept = _rows(pool, pair.tables, valid)
+            pool.fill_(3e4)
+            for row, length in enumerate(valid.tolist()):
+                pages = pool[pair.tables[row]].transpose(0, 1)  # a copy
+                flat = pages.permute(0, 2, 1, 3, 4).flatten(2, 3)
+                flat[:, :, :length] = kept[row]
+                whole = flat.unflatten(2, (-1, pool.shape[3])).permute(2, 0, 1, 3, 4)
+                pool[pair.tables[row]] = whole
 
 
-def valid_positions(pair: DevicePair, lengths: NDArray[np.int64]) -> list[torch.Tensor]:
-    """A copy of what the target's rows hold."""
-    pool = pair.engines.target.cache._pools[0]
-    return [pool[:, :, row, :, : int(length)].clone() for row, length in enumerate(lengths)]
+def valid_positions(
+    pair: DevicePair, lengths: NDArray[np.int64], cache: DevicePages | None = None
+) -> list[torch.Tensor]:
+    """A copy of what rows hold, [layers, 2, K, length, H] each; of the target's pages where no others are given."""
+    layers = (cache or pair.engines.target.cache).layers
+    of_layers = [_rows(pool, pair.tables, lengths) for pool in layers]
+    return [torch.stack(rows) for rows in zip(*of_layers, strict=True)]
+
+
+def _rows(pool: torch.Tensor, tables: NDArray[np.int64], lengths: NDArray[np.int64]) -> list[torch.Tensor]:
+    """[2, K, length, H] of each row."""
+    rows = pool[torch.from_numpy(tables)].permute(0, 2, 3, 1, 4, 5).flatten(3, 4)
+    return [row[:, :, :length].clone() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def spoil_row(cache: DevicePages, table: NDArray[np.int64], positions: slice) -> None:
+    """NaN at some positions of a row, in the first layer."""
+    pool = cache.layers[0]
+    for position in range(positions.start, positions.stop):
+        pool[int(table[position // pool.shape[3]]), :, :, position % pool.shape[3]] = torch.nan

@@ -31,7 +31,8 @@ from tests.support.factories import write_drafter, write_target
 
 SMS = (80, 86, 89, 120)
 ONE_SM = (89,)  # what a graph becomes differs little between architectures, and each takes its time
-NATIVE = ("ATTENTION_INPUT", "ATTENTION_OUTPUT", "KV_CACHE_UPDATE", "ROTARY_EMBEDDING")
+NATIVE = ("ATTENTION_INPUT", "ATTENTION_OUTPUT", "ROTARY_EMBEDDING")
+CACHE_UPDATE = "KV_CACHE_UPDATE"  # of rows
 PLUGIN = "PLUGIN_V3"
 
 
@@ -58,10 +59,10 @@ def export(target: Path, drafter: Path, graphs: Path, limits: EngineLimits, prec
         limits=limits,
         gamma=spec.gamma,
         precision=precision,
-        attention="standard",
+        attention="paged",
     )
     write_drafter_graphs(
-        target_checkpoint, drafter_checkpoint, graphs, limits=limits, precision=precision, attention="standard"
+        target_checkpoint, drafter_checkpoint, graphs, limits=limits, precision=precision, attention="paged"
     )
     write_select_graph(spec, graphs, limits=limits, precision=precision)
     return Pair(target_checkpoint.spec, spec, graphs)
@@ -118,33 +119,32 @@ class DetailedCompiler(GraphCompiler):
 
 def expected_layers(pair: Pair, *, use_plugins: bool) -> dict[str, dict[str, int]]:
     """Number of layers by graph and type, of the types that this project counts on."""
-    groups = len(bindings.TARGET_GROUPS)
     target, drafter = pair.target.decoder.num_layers, pair.drafter.decoder.num_layers
 
-    def layers(attention: int, caches: int, rotary: int, plugins: int) -> dict[str, int]:
-        counts = dict(zip(NATIVE, (attention, attention, caches, rotary), strict=True)) | {PLUGIN: plugins}
+    def layers(attention: int, rotary: int, plugins: int) -> dict[str, int]:
+        counts = dict(zip(NATIVE, (attention, attention, rotary), strict=True)) | {PLUGIN: plugins}
         return {name: count for name, count in counts.items() if count}
 
     # queries and keys rotate together
     if not use_plugins:
         return {
-            bindings.TARGET_GRAPH: layers(groups * target, 2 * groups * target, target, 0),
-            bindings.INGEST_GRAPH: layers(0, 2 * drafter, drafter, 0),
-            bindings.DRAFT_GRAPH: layers(drafter, 2 * drafter, drafter, 0),
+            bindings.TARGET_GRAPH: layers(target, target, 0),
+            bindings.INGEST_GRAPH: layers(0, drafter, 0),
+            bindings.DRAFT_GRAPH: layers(drafter, drafter, 0),
             bindings.SELECT_GRAPH: {},
         }
     return {
-        bindings.TARGET_GRAPH: layers(0, 2 * groups * target, target, groups * target),
-        bindings.INGEST_GRAPH: layers(0, 2 * drafter, drafter, 0),
-        bindings.DRAFT_GRAPH: layers(0, 2 * drafter, drafter, drafter + 1),
-        bindings.SELECT_GRAPH: layers(0, 0, 0, 1),
+        bindings.TARGET_GRAPH: layers(0, target, 2 * target),
+        bindings.INGEST_GRAPH: layers(0, drafter, drafter),
+        bindings.DRAFT_GRAPH: layers(0, drafter, 2 * drafter + 1),
+        bindings.SELECT_GRAPH: layers(0, 0, 1),
     }
 
 
 def counted_layers(facts: Mapping[str, EngineFacts]) -> dict[str, dict[str, int]]:
     """Those types of layers, as they were compiled."""
     return {
-        graph: {name: count for name, count in sorted(each.layers.items()) if name in (*NATIVE, PLUGIN)}
+        graph: {name: count for name, count in sorted(each.layers.items()) if name in (*NATIVE, CACHE_UPDATE, PLUGIN)}
         for graph, each in facts.items()
     }
 
@@ -204,7 +204,9 @@ def check_compiled(facts: Mapping[str, EngineFacts], pair: Pair, folder: Path, *
     """Every node became the layer it is meant to be, nothing was warned of, and the engine has code for every GPU."""
     expected = expected_layers(pair, use_plugins=use_plugins)
     assert counted_layers(facts) == {graph: expected[graph] for graph in facts}
-    assert {graph: each.warnings for graph, each in facts.items()} == dict.fromkeys(facts, ())
+    for each in facts.values():  # of bodies some inputs are there for their shapes alone
+        said = [warning for warning in each.warnings if use_plugins or "used only at compile-time" not in warning]
+        assert said == []
     for graph in facts:
         engine = engine_path(folder, graph).read_bytes()
         assert len(engine) == facts[graph].engine_bytes

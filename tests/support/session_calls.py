@@ -32,38 +32,58 @@ class Poison:
 POISONS = (Poison(0.0, 0, 0), Poison(3e3, 11, 4))
 
 
+class Pool:
+    """Pages of some rows, in no order, among pages of nobody."""
+
+    def __init__(self, cache: CacheDims, lengths: Sequence[int], poison: Poison, seed: int) -> None:
+        """`lengths`: valid positions of each row; it has pages for as many as a row may have."""
+        self.cache = cache
+        self._lengths = lengths
+        self._poison = poison
+        self._random = torch.Generator().manual_seed(seed)
+        num_pages = len(lengths) * cache.table_width + 3
+        pages = 1 + torch.randperm(num_pages - 1, generator=self._random)
+        self.tables = pages[: len(lengths) * cache.table_width].reshape(len(lengths), cache.table_width)
+        self._num_pages = num_pages
+
+    def tensors(self, element_type: torch.dtype) -> Tensors:
+        """Random keys and values of valid positions, and each output the same tensor as its input."""
+        tensors = {}
+        for layer in range(self.cache.num_layers):
+            _, num_kv_heads, page_positions, head_dim = self.cache.page_shape_of(layer)
+            shape = (self._num_pages, *self.cache.page_shape_of(layer))
+            pool = torch.full(shape, self._poison.cache_value)
+            for table, length in zip(self.tables, self._lengths, strict=True):
+                for position in range(length):
+                    numbers = torch.randn(2, num_kv_heads, head_dim, generator=self._random)
+                    pool[int(table[position // page_positions]), :, :, position % page_positions] = numbers
+            name = bindings.page_cache(layer)
+            tensors[name] = tensors[bindings.cache_output(name)] = pool.to(element_type)
+        return tensors
+
+
+def held(pool: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
+    """What a row holds, [2, K, length, H]."""
+    return pool[table].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
+
+
 def row_group(
-    name: str, rows: Sequence[Lengths], first_token: int, num_queries: int, poison: Poison
-) -> tuple[Tensors, list[int], list[int]]:
-    """Index inputs of a group, its tokens' padded indices b * S + i and their positions."""
+    name: str, rows: Sequence[Lengths], first_token: int, num_queries: int, poison: Poison, tables: torch.Tensor
+) -> tuple[Tensors, list[int]]:
+    """Index inputs of a group, and the positions of its tokens."""
     tokens = torch.full((len(rows), num_queries), poison.points_at)
-    padded_indices, positions = [], []
+    positions = []
     for row, (past, query) in enumerate(rows):
         for index in range(query):
-            tokens[row, index] = first_token + len(padded_indices)
-            padded_indices.append(row * num_queries + index)
+            tokens[row, index] = first_token + len(positions)
             positions.append(past + index)
     tensors = {
         bindings.group_tokens(name): tokens,
         bindings.group_past_lengths(name): torch.tensor([past if query else 0 for past, query in rows]),
         bindings.group_query_lengths(name): torch.tensor([query for _, query in rows]),
+        bindings.group_block_tables(name): tables.clone(),
     }
-    return tensors, padded_indices, positions
-
-
-def cache_tensors(
-    group: str, cache: CacheDims, rows: Sequence[int], element_type: torch.dtype, poison: Poison, seed: int
-) -> Tensors:
-    """Random keys and values up to each row's valid positions, and each output the same tensor as its input."""
-    random = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for layer in range(cache.num_layers):
-        for name in (bindings.key_cache(group, layer), bindings.value_cache(group, layer)):
-            memory = torch.randn(len(rows), *cache.row_shape_of(layer), generator=random)
-            for row, past in enumerate(rows):
-                memory[row, :, past:] = poison.cache_value
-            tensors[name] = tensors[bindings.cache_output(name)] = memory.to(element_type)
-    return tensors
+    return tensors, positions
 
 
 def target_call(
@@ -79,23 +99,20 @@ def target_call(
     """`num_tokens` and `num_queries` (of decode and of prefill) say how far everything is padded."""
     random = torch.Generator().manual_seed(seed)
     element_type = getattr(torch, dims.element_type)
-    first, padded_indices, positions = row_group(bindings.DECODE, decode, 0, num_queries[0], poison)
-    second, more_indices, more_positions = row_group(
-        bindings.PREFILL, prefill, len(padded_indices), num_queries[1], poison
+    pool = Pool(dims.cache, [past for past, _ in (*decode, *prefill)], poison, seed + 1)
+    first, positions = row_group(bindings.DECODE, decode, 0, num_queries[0], poison, pool.tables[: len(decode)])
+    second, more_positions = row_group(
+        bindings.PREFILL, prefill, len(positions), num_queries[1], poison, pool.tables[len(decode) :]
     )
-    padded_indices += [len(decode) * num_queries[0] + index for index in more_indices]
     positions += more_positions
-    num_real = len(padded_indices)
+    num_real = len(positions)
     padding = [0] * (num_tokens - num_real)
     token_ids = torch.full((num_tokens,), poison.token_id)
     token_ids[:num_real] = torch.randint(dims.vocab_size, (num_real,), generator=random)
-    tensors = first | second
-    for group, rows in ((bindings.DECODE, decode), (bindings.PREFILL, prefill)):
-        tensors |= cache_tensors(group, dims.cache, [past for past, _ in rows], element_type, poison, seed + len(group))
+    tensors = first | second | pool.tensors(element_type)
     return tensors | {
         bindings.TOKEN_IDS: token_ids,
         bindings.POSITIONS: torch.tensor(positions + padding),
-        bindings.PADDED_INDICES: torch.tensor(padded_indices + padding),
         bindings.LOGIT_ROWS: torch.arange(num_tokens),
         bindings.LOGITS: torch.full((num_tokens, dims.vocab_size), torch.nan),
         bindings.TAPS: torch.full((num_tokens, dims.tap_width), torch.nan, dtype=element_type),
@@ -114,7 +131,9 @@ def ingest_call(
 ) -> Tensors:
     """Taps are `scale` large."""
     element_type = getattr(torch, dims.element_type)
-    tensors, _, positions = row_group(bindings.CONTEXT, rows, 0, num_queries, poison)
+    pool = Pool(dims.cache, [past for past, _ in rows], poison, seed + 1)
+    tensors, positions = row_group(bindings.CONTEXT, rows, 0, num_queries, poison, pool.tables)
+    tensors = {each.name: tensors[each.name] for each in bindings.ingest_inputs(dims) if each.name in tensors}
     taps = torch.full((num_tokens, dims.tap_width), poison.cache_value)
     random = torch.Generator().manual_seed(seed)
     taps[: len(positions)] = scale * torch.randn(len(positions), dims.tap_width, generator=random)
@@ -124,27 +143,21 @@ def ingest_call(
             bindings.TAPS: taps.to(element_type),
             bindings.POSITIONS: torch.tensor(positions + [0] * (num_tokens - len(positions))),
         }
-        | cache_tensors(bindings.CONTEXT, dims.cache, [past for past, _ in rows], element_type, poison, seed + 1)
+        | pool.tensors(element_type)
     )
 
 
 def draft_call(
     dims: DrafterDims,
     past_lengths: Sequence[int],
-    rows: Sequence[int],
     temperatures: Sequence[float],
     *,
-    num_rows: int,
     poison: Poison = POISONS[0],
     seed: int = 0,
 ) -> Tensors:
-    """`rows`: where each request lives within the range of `num_rows`; the others are idle."""
     random = torch.Generator().manual_seed(seed)
-    num_requests = len(rows)
-    row_requests = torch.full((num_rows,), poison.points_at % num_requests)
-    row_query_lengths, row_past = torch.zeros(num_rows, dtype=torch.int64), [0] * num_rows
-    for request, row in enumerate(rows):
-        row_requests[row], row_query_lengths[row], row_past[row] = request, 1, past_lengths[request]
+    num_requests = len(past_lengths)
+    pool = Pool(dims.cache, past_lengths, poison, seed + 1)
     confidence = {bindings.CONFIDENCE_LOGITS: torch.full((num_requests, dims.gamma), torch.nan)}
     element_type = getattr(torch, dims.element_type)
     return (
@@ -153,14 +166,12 @@ def draft_call(
             bindings.PAST_LENGTHS: torch.tensor(past_lengths),
             bindings.TEMPERATURES: torch.tensor(temperatures, dtype=torch.float32),
             bindings.UNIFORMS: torch.rand(num_requests, dims.gamma, generator=random),
-            bindings.BLOCK_ROWS: torch.tensor(rows),
-            bindings.ROW_REQUESTS: row_requests,
-            bindings.ROW_QUERY_LENGTHS: row_query_lengths,
+            bindings.group_block_tables(bindings.CONTEXT): pool.tables.clone(),
             bindings.DRAFT_IDS: torch.full((num_requests, dims.gamma), -1),
             bindings.DRAFT_LOGITS: torch.full((num_requests, dims.gamma, dims.vocab_size), torch.nan),
         }
         | confidence
-        | cache_tensors(bindings.CONTEXT, dims.cache, row_past, element_type, poison, seed + 1)
+        | pool.tensors(element_type)
     )
 
 

@@ -19,6 +19,7 @@ from dspark_trt.contract.protocol import (
     DraftOutput,
     EngineLimits,
     IngestBatch,
+    PageLimits,
     StepEngine,
     TargetBatch,
     TargetOutput,
@@ -346,6 +347,7 @@ def make_loop(
     keeps_trajectories: bool = False,
     on_verified: OnVerified | None = None,
     prefix_cache: bool = False,
+    pages: PageLimits | None = None,
 ) -> DecodingLoop:
     """`calibration` is neutral where none is given; num_lookup_drafts: where nothing but `lookup` drafts."""
     num_slots = drafter.gamma if drafter else num_lookup_drafts if lookup else 0
@@ -363,6 +365,7 @@ def make_loop(
         decode=decode,
         scheduler=scheduler,
         prefix_cache=prefix_cache,
+        pages=pages,
     )
 
 

@@ -14,11 +14,13 @@ from dspark_trt_plugins.bundle import KernelBundle
 
 from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.contract.forms import acceptance_operation
+from dspark_trt.contract.protocol import PageLimits
 from dspark_trt.engines.device.acceptance import DeviceAcceptance, compiled_launch
 from dspark_trt.engines.device.buffers import with_index
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import CudaGraphCapture
+from dspark_trt.engines.device.pages import page_limits
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.device.step import DeviceStepEngine
 from dspark_trt.engines.device.target import DeviceTargetEngine
@@ -26,7 +28,7 @@ from dspark_trt.engines.device.target import DeviceTargetEngine
 
 @dataclass(frozen=True, slots=True)
 class DeviceSessions:
-    """One session for each graph of `bindings`, of `standard` attention."""
+    """One session for each graph of `bindings`, of `paged` attention."""
 
     target: DeviceSession
     ingest: DeviceSession
@@ -42,6 +44,7 @@ class DeviceEngines:
     drafter: DeviceDraftEngine
     step: DeviceStepEngine
     acceptance: DeviceAcceptance | None  # None: without kernels for these sizes, where the runtime goes slot by slot
+    pages: PageLimits
     synchronize: Callable[[], None]  # waits for everything that was enqueued; for time measurement
 
 
@@ -51,11 +54,12 @@ def open_device_engines(
     drafter_dims: DrafterDims,
     device: str | torch.device,
     *,
+    num_pages: int | None = None,
     use_cuda_graphs: bool = True,
     acceptance_kernels: KernelBundle | None = None,
 ) -> DeviceEngines:
-    """Allocate caches and buffers on `device` and put the engines together. acceptance_kernels: of
-    `acceptance_operation` for this GPU; a CPU needs none.
+    """Allocate pages and buffers on `device` and put the engines together. num_pages: of the KV pool; None: every row
+    can be full at once. acceptance_kernels: of `acceptance_operation` for this GPU; a CPU needs none.
 
     On a CUDA device calls of bucket sizes become CUDA graphs, unless `use_cuda_graphs` is false.
     Raises EngineBuildError where the device has no room.
@@ -63,8 +67,9 @@ def open_device_engines(
     device = with_index(torch.device(device))
     with torch_errors("opening the device"):
         capture = CudaGraphCapture(device) if device.type == "cuda" and use_cuda_graphs else None
-    target = DeviceTargetEngine(sessions.target, target_dims, device, gamma=drafter_dims.gamma, capture=capture)
-    drafter = DeviceDraftEngine(sessions.ingest, sessions.draft, drafter_dims, device, capture=capture)
+    pages, gamma = page_limits(target_dims, drafter_dims, num_pages), drafter_dims.gamma
+    target = DeviceTargetEngine(sessions.target, target_dims, pages, device, gamma=gamma, capture=capture)
+    drafter = DeviceDraftEngine(sessions.ingest, sessions.draft, drafter_dims, pages, device, capture=capture)
     step = DeviceStepEngine(target, drafter, sessions.select, capture=capture)
     acceptance = _open_acceptance(target_dims, drafter_dims, device, acceptance_kernels)
 
@@ -73,7 +78,7 @@ def open_device_engines(
             with torch_errors("waiting for the device"):
                 torch.cuda.current_stream(device).synchronize()
 
-    return DeviceEngines(target, drafter, step, acceptance, synchronize)
+    return DeviceEngines(target, drafter, step, acceptance, pages, synchronize)
 
 
 def _open_acceptance(

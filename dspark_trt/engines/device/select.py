@@ -1,6 +1,6 @@
 """PrefixSelect between a draft and its verification: a call of prefix_select.onnx on the buffers of both engines.
 
-Shape letters: `R` requests that decode, `G` gamma, `T` packed tokens; `B` KV rows of the target's decode group.
+Shape letters: `R` requests that decode, `G` gamma, `T` packed tokens; `B` rows of the target's decode group.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ VERIFY_LEN = "verify_len"
 PADDING_CAP = -1  # of a request that is none
 _TOKEN_INDEX = "token_index"
 _ON_DEVICE = (bindings.CONFIDENCE_LOGITS, bindings.DRAFT_IDS, _TOKEN_INDEX)
-_UNREAD = ("num_tokens", "first_tokens", "token_requests")  # outputs that verification does not take
+_UNREAD = (
+    "num_tokens",
+    "first_tokens",
+    "token_requests",
+    bindings.PADDED_INDICES,
+)  # outputs that verification does not take
 
 
 def select_layout(dims: DrafterDims, num_requests: int, num_rows: int, begin: int) -> Layout:
@@ -33,11 +38,15 @@ def select_layout(dims: DrafterDims, num_requests: int, num_rows: int, begin: in
 
 
 def select_arrays(
-    select: SelectBatch, anchor_ids: Int64, rows: Int64, past_lengths: Int64, num_requests: int, num_rows: int
+    select: SelectBatch, anchor_ids: Int64, past_lengths: Int64, num_requests: int, num_rows: int
 ) -> Arrays:
-    """Inputs of the selection that the host sends, padded to `num_requests`: a padding request has no token."""
+    """Inputs of the selection that the host sends, padded to `num_requests`: a padding request has no token.
+
+    The rows of the target's call are the requests, in their order.
+    """
+    rows = np.arange(len(anchor_ids))
     row_requests, row_query_lengths = np.zeros((2, num_rows), np.int64)
-    row_requests[rows] = np.arange(len(rows))
+    row_requests[rows] = rows
     row_query_lengths[rows] = 1
 
     def padded(values: Int64, padding: int = 0) -> Int64:

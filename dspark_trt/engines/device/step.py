@@ -1,6 +1,6 @@
 """StepEngine on one device: draft, select and verify without waiting for the host.
 
-Shape letters: `R` requests that decode, `R_d` those of them that draft, `G` gamma, `T` packed tokens; `B` KV rows of
+Shape letters: `R` requests that decode, `R_d` those of them that draft, `G` gamma, `T` packed tokens; `B` rows of
 the target's decode group.
 """
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import DraftBatch, HostDrafts, SelectBatch, SelectedOutput, TargetBatch
 from dspark_trt.engines.device.buckets import bucket
-from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_tokens, target_calls
+from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_tokens
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import Capture
@@ -22,7 +22,7 @@ from dspark_trt.engines.device.select import VERIFY_LEN, SelectCalls, select_arr
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.device.target import DeviceTargetEngine
 
-_SELECTED = (bindings.TOKEN_IDS, bindings.POSITIONS, bindings.PADDED_INDICES)  # of packed tokens
+_SELECTED = (bindings.TOKEN_IDS, bindings.POSITIONS)  # of packed tokens
 
 
 class DeviceStepEngine:
@@ -78,13 +78,10 @@ class DeviceStepEngine:
         target, drafter = self._target, self._drafter
         check_batch(plain, new_positions, target.gamma, target.limits, num_selected)
         draft_call = drafter.draft_call(draft)
-        calls = target_calls(plain, target.gamma, target.limits, num_selected)
+        calls = target.calls(plain, num_selected)
         num_rows, num_requests = calls[0].shape.decode[0], bucket(n, target.limits.max_requests)
-        arrays = select_arrays(
-            select, plain.token_ids[:n], plain.rows[:n], plain.past_lengths[:n], num_requests, num_rows
-        )
+        arrays = select_arrays(select, plain.token_ids[:n], plain.past_lengths[:n], num_requests, num_rows)
         with torch_errors("draft, selection and verification"):
-            target.prepare(plain)
             drafter.inputs.send(
                 (draft_call.layout, draft_call.arrays), (self._select.layout(num_requests, num_rows), arrays)
             )

@@ -1,7 +1,7 @@
 """TargetEngine on torch tensors of one device, over a DeviceSession of target.onnx.
 
 Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` vocabulary, `M` tap layers, `D` hidden;
-`B` KV rows and `S` padded query length of a row group.
+`B` rows and `S` padded query length of a row group.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import TargetDims
-from dspark_trt.contract.protocol import EngineLimits, TargetBatch, TargetOutput
+from dspark_trt.contract.protocol import EngineLimits, PageLimits, TargetBatch, TargetOutput
 from dspark_trt.engines.device.buckets import bucket
 from dspark_trt.engines.device.buffers import Layout, StagedInputs
-from dspark_trt.engines.device.cache import DeviceCache
 from dspark_trt.engines.device.calls import CallShape, TargetCall, check_batch, target_calls
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
+from dspark_trt.engines.device.pages import DevicePages
 from dspark_trt.engines.device.session import DeviceSession, Tensors
 
 _NUM_KEPT_LAYOUTS = 256
@@ -34,6 +34,7 @@ class DeviceTargetEngine:
         self,
         session: DeviceSession,
         dims: TargetDims,
+        pages: PageLimits,
         device: torch.device,
         *,
         gamma: int,
@@ -45,7 +46,7 @@ class DeviceTargetEngine:
         """
         self.device = device
         self.gamma = gamma
-        self.cache = DeviceCache(dims, device)
+        self.cache = DevicePages(dims, pages, device)
         self._dims = dims
         self._session = session
         self._calls = BucketCalls(session, capture)
@@ -56,7 +57,7 @@ class DeviceTargetEngine:
         with torch_errors("buffers of the target"):
             self._inputs = StagedInputs(self._largest_layout().end, device)
             self._every_token = torch.arange(num_tokens, device=device)
-            self._zero = torch.zeros(1, dtype=torch.int64, device=device)
+            self._nothing = torch.zeros((1, max(1, dims.cache.table_width)), dtype=torch.int64, device=device)
             # of verified blocks and the ends of prompts; one more for a call that wants none
             num_logits = min(num_tokens, of_blocks + limits.max_requests) + 1
             self._logits = torch.zeros((num_logits, dims.vocab_size), device=device)
@@ -74,23 +75,19 @@ class DeviceTargetEngine:
     def forward(self, batch: TargetBatch) -> TargetOutput:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when the backend fails."""
         check_batch(batch, batch.query_lengths, self.gamma, self.limits)
-        calls = target_calls(batch, self.gamma, self.limits)
+        calls = self.calls(batch)
         with torch_errors("target"):
-            self.prepare(batch)
             self.send(calls[0])
             return self.enqueue(calls)
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
-        """Raises EngineBuildError when the backend fails."""
-        with torch_errors("target"):
-            self.cache.move_row(source, destination, num_positions)
+        """Nothing is kept by row: pages follow their tables."""
 
-    def prepare(self, batch: TargetBatch) -> None:
-        """Enqueue the clearing of rows in which a request begins."""
-        n = batch.num_decode
-        self.cache.prepare(batch.rows[:n], batch.past_lengths[:n], self.gamma + 1)
-        longest = int(batch.query_lengths[n:].max(initial=1))
-        self.cache.prepare(batch.rows[n:], batch.past_lengths[n:], longest)
+    def calls(self, batch: TargetBatch, num_selected: int | None = None) -> list[TargetCall]:
+        """Of a checked batch, as `target_calls`."""
+        tables = self.cache.tables(batch.block_tables, batch.rows)
+        pads_chunks = self._dims.pads_chunks
+        return target_calls(batch, tables, self.gamma, self.limits, num_selected, pads_chunks=pads_chunks)
 
     def every_token(self, num_tokens: int) -> torch.Tensor:
         """0 .. num_tokens - 1, int64."""
@@ -127,29 +124,20 @@ class DeviceTargetEngine:
         """One call as it is, into the beginning of `logits` and `taps`."""
         assert call.shape.prefill is not None, "buckets are bound"
         self._session.run(
-            self.index_tensors(call.shape)
-            | self._outputs(call.shape, logits, taps)
-            | self.cache.tensors(bindings.DECODE, call.decode_row, call.shape.decode[0])
-            | self.cache.tensors(bindings.PREFILL, call.prefill_row, call.shape.prefill[0])
+            self.index_tensors(call.shape) | self._outputs(call.shape, logits, taps) | self.cache.tensors()
         )
 
     def _bucket_tensors(self, shape: CallShape) -> Tensors:
-        """Everything stays at its address. The prefill group is row 0 without tokens;
-        its padding is row 0's own token."""
+        """Everything stays at its address. The prefill group is one row without tokens."""
         index = self.index_tensors(shape)
         constants = {
             bindings.LOGIT_ROWS: self.every_token(shape.num_tokens),
-            bindings.group_tokens(bindings.PREFILL): index[bindings.group_tokens(bindings.DECODE)][:1, :1],
-            bindings.group_past_lengths(bindings.PREFILL): self._zero,
-            bindings.group_query_lengths(bindings.PREFILL): self._zero,
+            bindings.group_tokens(bindings.PREFILL): self._nothing[:, :1],
+            bindings.group_past_lengths(bindings.PREFILL): self._nothing[0, :1],
+            bindings.group_query_lengths(bindings.PREFILL): self._nothing[0, :1],
+            bindings.group_block_tables(bindings.PREFILL): self._nothing,
         }
-        return (
-            index
-            | constants
-            | self._outputs(shape, self._logits, self._taps)
-            | self.cache.tensors(bindings.DECODE, 0, shape.decode[0])
-            | self.cache.tensors(bindings.PREFILL, 0, 1)
-        )
+        return index | constants | self._outputs(shape, self._logits, self._taps) | self.cache.tensors()
 
     def _outputs(self, shape: CallShape, logits: torch.Tensor, taps: torch.Tensor) -> Tensors:
         outputs = {bindings.LOGITS: logits[: shape.num_logits]}
@@ -159,7 +147,7 @@ class DeviceTargetEngine:
 
     def _make_layout(self, shape: CallShape) -> Layout:
         extents = {"T": shape.num_tokens, "L": shape.num_logits}
-        names = [bindings.TOKEN_IDS, bindings.POSITIONS, bindings.PADDED_INDICES]
+        names = [bindings.TOKEN_IDS, bindings.POSITIONS]
         groups = [bindings.DECODE]
         if shape.prefill is not None:
             names.append(bindings.LOGIT_ROWS)
@@ -167,12 +155,11 @@ class DeviceTargetEngine:
         for group, group_shape in zip(groups, (shape.decode, shape.prefill), strict=False):
             assert group_shape is not None, "a group that is listed has a shape"
             extents |= {f"B_{group}": group_shape[0], f"S_{group}": group_shape[1]}
-            names += [binding.name for binding in bindings.row_group(group)]
+            names += [binding.name for binding in bindings.row_group(group, self._dims)]
         return Layout([b for b in bindings.target_inputs(self._dims) if b.name in names], extents)
 
     def _largest_layout(self) -> Layout:
-        """No call takes more: B * S of the prefill group is at most max_batch_tokens."""
-        limits = self.limits
-        rows, tokens = limits.max_requests, limits.max_batch_tokens
-        shape = CallShape(tokens, tokens, (rows, self.gamma + 1), (rows, -(-tokens // rows)))
+        """No call takes more: of B chunks none has more than max_batch_tokens - B + 1 tokens."""
+        rows, tokens = self.limits.max_requests, self.limits.max_batch_tokens
+        shape = CallShape(tokens, tokens, (rows, self.gamma + 1), (rows, tokens))
         return self._make_layout(shape)

@@ -7,24 +7,38 @@ from typing import TYPE_CHECKING
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.contract.page_plan import DEFAULT_UTILIZATION, plan_pages
 from dspark_trt.engines.settings import ENGINE_FOLDER, EngineSettings
 from dspark_trt.engines.tensorrt.compiler.acceptance import read_acceptance
 from dspark_trt.engines.tensorrt.compiler.facts import engine_path, read_facts
+from dspark_trt.engines.tensorrt.compiler.memory import DEVICE_RESERVE_BYTES, output_bytes
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
+from dspark_trt.log import get_logger
 from dspark_trt.machine.packages import device_runtime_lacks
 
 if TYPE_CHECKING:
     from dspark_trt.engines.device.engines import DeviceEngines
 
+logger = get_logger(__name__)
+
 DEVICE = "cuda"  # one process per GPU; CUDA_VISIBLE_DEVICES chooses another
 
 
-def open_tensorrt_engines(build: Path, settings: EngineSettings, *, use_cuda_graphs: bool = True) -> DeviceEngines:
+def open_tensorrt_engines(
+    build: Path,
+    settings: EngineSettings,
+    *,
+    use_cuda_graphs: bool = True,
+    gpu_memory_utilization: float = DEFAULT_UTILIZATION,
+) -> DeviceEngines:
     """Target and drafter of the build directory `build`, on the GPU of this process, likely steps made once.
 
-    Raises EnvironmentMissingError without torch for CUDA, a GPU, or the package; EngineBuildError when an engine cannot
-    be opened, or was compiled with another package than the settings say.
+    Of the GPU's memory, what `gpu_memory_utilization` leaves beside weights and whatever else is there now becomes KV
+    pages.
+    Raises CapacityError where a single request would not fit; EnvironmentMissingError without torch for CUDA, a GPU, or
+    the package; EngineBuildError when an engine cannot be opened, or was compiled with another package than the
+    settings say.
     """
     if lacks := list(device_runtime_lacks()):
         raise EnvironmentMissingError(f"{build}: the device runtime needs torch for CUDA: {'; '.join(lacks)}")
@@ -51,11 +65,20 @@ def open_tensorrt_engines(build: Path, settings: EngineSettings, *, use_cuda_gra
             )
     runtime = TensorRTRuntime(settings.backend, DEVICE)
     sessions = DeviceSessions(*(TensorRTSession(engine_path(folder, graph), runtime) for graph in GRAPHS))
+    target = target_dims_from_metadata(facts[bindings.TARGET_GRAPH].metadata, bindings.TARGET_GRAPH)
+    drafter = drafter_dims_from_metadata(facts[bindings.DRAFT_GRAPH].metadata, bindings.DRAFT_GRAPH)
+    free, total = torch.cuda.mem_get_info()
+    reserved = output_bytes(target, drafter) + runtime.scratch_bytes + DEVICE_RESERVE_BYTES
+    plan = plan_pages(
+        target, drafter, device_bytes=total, utilization=gpu_memory_utilization, other_bytes=total - free + reserved
+    )
+    logger.info("KV memory: %s", plan.words)
     engines = open_device_engines(
         sessions,
-        target_dims_from_metadata(facts[bindings.TARGET_GRAPH].metadata, bindings.TARGET_GRAPH),
-        drafter_dims_from_metadata(facts[bindings.DRAFT_GRAPH].metadata, bindings.DRAFT_GRAPH),
+        target,
+        drafter,
         DEVICE,
+        num_pages=plan.num_pages,
         use_cuda_graphs=use_cuda_graphs,
         acceptance_kernels=read_acceptance(folder),
     )

@@ -96,6 +96,11 @@ class TensorRTRuntime:
             except OSError as error:
                 logger.info("compiled kernels are not kept: %s", error)
 
+    @property
+    def scratch_bytes(self) -> int:
+        """What contexts of the opened engines compute in."""
+        return max((scratch_bytes(engine) for engine, _ in self._paths.values()), default=0)
+
     def memory(self, num_bytes: int) -> torch.Tensor:
         """What contexts compute in. It is replaced where it is too small; contexts keep what they got."""
         if self._memory is None or len(self._memory) < num_bytes:
@@ -123,3 +128,9 @@ class TensorRTRuntime:
         """With TensorRT's own words, which it logs and does not raise."""
         said = "; ".join(self.log.take()) or "it said nothing"
         return EngineBuildError(f"{what}: {said}; run `dspark-trt build` again on this machine if it stays so")
+
+
+def scratch_bytes(engine: Any) -> int:
+    """What a context of an engine computes in, whatever its profile."""
+    sizes = (engine.get_device_memory_size_for_profile_v2(index) for index in range(engine.num_optimization_profiles))
+    return int(max(1, *sizes))

@@ -19,7 +19,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.session import Tensors
 from dspark_trt.engines.tensorrt.compiler.profiles import ShapeRange, choose_profile
-from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime
+from dspark_trt.engines.tensorrt.runtime import TensorRTRuntime, scratch_bytes
 from dspark_trt.errors import EngineBuildError
 
 ALIGNMENT_BYTES = 256  # of every address (IExecutionContext::setTensorAddress)
@@ -29,7 +29,7 @@ class TensorRTSession:
     """DeviceSession of one engine file."""
 
     def __init__(self, path: Path, runtime: TensorRTRuntime) -> None:
-        """Raises EngineBuildError when the engine cannot be opened or does not write its caches in place."""
+        """Raises EngineBuildError when the engine cannot be opened or writes a cache into another one's memory."""
         trt = runtime.trt
         self._name = str(path)
         self._runtime = runtime
@@ -46,9 +46,10 @@ class TensorRTSession:
         self._caches = {each for each in self._inputs if bindings.cache_output(each) in self._types}
         for cache in self._caches:
             output = bindings.cache_output(cache)
-            if engine.get_aliased_input_tensor(output) != cache:
+            # TensorRT tells of the aliases of its own layers only, not of a plugin's: both are bound to one address
+            if (found := engine.get_aliased_input_tensor(output)) not in (None, "", cache):
                 raise EngineBuildError(
-                    f"{path}: expected {output} in the memory of {cache}, found that the compiler made a copy; run "
+                    f"{path}: expected {output} in the memory of {cache}, found it in that of {found}; run "
                     "`dspark-trt build` again, and report it"
                 )
         self._profiles = [
@@ -117,10 +118,7 @@ class _Context:
         if self._context.active_optimization_profile != profile:
             with runtime.stream() as stream:
                 self._check(self._context.set_optimization_profile_async(profile, stream), f"profile {profile}")
-        sizes = [
-            engine.get_device_memory_size_for_profile_v2(index) for index in range(engine.num_optimization_profiles)
-        ]
-        self._memory = runtime.memory(max(1, *sizes))
+        self._memory = runtime.memory(scratch_bytes(engine))
         self._context.set_device_memory(self._memory.data_ptr(), len(self._memory))
         self._tensors: Mapping[str, Any] = {}
 

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import CacheDims, DrafterDims, TargetDims
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.device.buckets import LARGEST_POWER, bucket, prefill_runs, query_bucket
 from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_tokens, target_calls
@@ -21,6 +22,10 @@ from tests.support.profile_choice import chosen_profile
 
 GAMMA = 4
 LIMITS = EngineLimits(max_requests=13, max_seq_len=200, max_batch_tokens=90)
+_CACHE = CacheDims(2, 13, 2, 256, 16, page_positions=64)
+TARGET = TargetDims(LIMITS, _CACHE, "paged", vocab_size=50, hidden_size=32, num_taps=1)
+DRAFTER = DrafterDims(LIMITS, _CACHE, "paged", 50, 32, 1, GAMMA)
+TABLES = 1 + np.arange(13 * 4).reshape(13, 4)  # of every row, none twice
 
 
 @given(st.integers(1, 3000), st.integers(0, 3000))
@@ -68,7 +73,7 @@ class Step:
     num_selected: int | None
 
     def calls(self) -> list[TargetCall]:
-        return target_calls(self.batch, GAMMA, LIMITS, self.num_selected)
+        return target_calls(self.batch, TABLES[self.batch.rows], GAMMA, LIMITS, self.num_selected)
 
     @property
     def num_decode_tokens(self) -> int:
@@ -101,6 +106,7 @@ def steps(draw: st.DrawFn) -> Step:
 @given(steps())
 def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(step: Step) -> None:
     batch, calls = step.batch, step.calls()
+    assert len(calls) == 1, "prompts are one call, wherever their rows lie"
     check_batch(batch, batch.query_lengths, GAMMA, LIMITS, step.num_selected)
     assert sum(call.num_tokens for call in calls) == len(batch.token_ids) + (step.num_selected or 0)
     if step.num_selected is None:
@@ -113,39 +119,38 @@ def test_calls_cover_the_batch_in_order_and_padding_touches_nothing(step: Step) 
         assert shape.decode[0] <= LIMITS.max_requests
         assert shape.decode[1] in (1, GAMMA + 1)
         selected = step.num_decode_tokens if step.num_selected is not None and at == 0 else 0
-        if not arrays:
-            assert selected == call.num_tokens, "only the selection needs nothing of the host"
-            continue
-        padded_index_of = dict(enumerate(arrays[bindings.PADDED_INDICES][: call.num_tokens]))
         found: dict[int, tuple[int, int]] = {}
-        idle_rows: list[int] = []
         groups = [bindings.DECODE] if shape.prefill is None else list(bindings.TARGET_GROUPS)
-        for group in groups[1:] if selected else groups:
+        for group in groups:
+            tables = arrays[bindings.group_block_tables(group)]
+            if selected and group == bindings.DECODE:
+                assert (tables[: batch.num_decode] == TABLES[batch.rows[: batch.num_decode]]).all()
+                assert not tables[batch.num_decode :].any(), "rows without requests have page 0"
+                continue
             tokens = arrays[bindings.group_tokens(group)]
             past, query = arrays[bindings.group_past_lengths(group)], arrays[bindings.group_query_lengths(group)]
-            first_index = 0 if group == bindings.DECODE else shape.decode[0] * shape.decode[1]
-            first_row = call.decode_row if group == bindings.DECODE else call.prefill_row
             assert ((tokens >= 0) & (tokens < call.num_tokens)).all(), "a padded query points at a padding token"
-            if not query.any():
-                idle_rows.append(first_row)
+            assert (np.diff(tokens[query > 0, 0]) > 0).all(), "rows stand in the order of their tokens"
             for row, query_index in np.ndindex(*tokens.shape):
                 token = int(tokens[row, query_index])
                 if query_index < query[row]:
                     assert token not in found, "a token stands in two rows"
-                    found[token] = first_row + row, int(past[row]) + query_index
-                    assert padded_index_of[token] == first_index + row * tokens.shape[1] + query_index
+                    found[token] = int((tables[row, 0] - 1) // TABLES.shape[1]), int(past[row]) + query_index
                 elif query[row]:
-                    assert found[token][0] == first_row + row, "padding comes from the row's own token"
+                    assert token == tokens[row, query[row] - 1], "padding repeats the row's last token"
+                else:
+                    assert not tables[row].any(), "an idle row has page 0"
         assert sorted(found) == list(range(selected, call.num_tokens))
-        assert all(row == found[0][0] for row in idle_rows), "a group without tokens stands on the row that it repeats"
+        if bindings.TOKEN_IDS not in arrays:
+            assert selected == call.num_tokens, "the selection writes ids and positions"
+            continue
         for token in sorted(found):
             row, position = found[token]
             assert arrays[bindings.POSITIONS][token] == position
             seen.append((row, position, int(arrays[bindings.TOKEN_IDS][token])))
-        for name in (bindings.TOKEN_IDS, bindings.POSITIONS, bindings.PADDED_INDICES):
-            assert not arrays[name][call.num_tokens :].any(), "padding tokens are token 0 at position 0, padded index 0"
+        for name in (bindings.TOKEN_IDS, bindings.POSITIONS):
+            assert not arrays[name][call.num_tokens :].any(), "padding tokens are token 0 at position 0"
         if shape.prefill is not None:
-            assert shape.prefill[0] * shape.prefill[1] <= LIMITS.max_batch_tokens
             assert arrays[bindings.LOGIT_ROWS].max() < call.num_tokens
     expected = [
         (row, past + query_index)
@@ -162,7 +167,7 @@ def test_calls_ask_for_the_logits_of_the_batch_in_order(step: Step) -> None:
     for call in step.calls():
         rows = (
             call.arrays.get(bindings.LOGIT_ROWS, np.arange(call.num_logits))
-            if call.arrays
+            if bindings.LOGIT_ROWS in call.arrays
             else np.arange(call.num_logits)
         )
         wanted += [first + int(row) for row in rows[: call.num_logits]]
@@ -174,23 +179,15 @@ def test_calls_ask_for_the_logits_of_the_batch_in_order(step: Step) -> None:
         assert wanted == [*range(step.num_decode_tokens), *of_chunks]
 
 
-@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 64)), max_size=12, unique_by=lambda each: each[0]))
-def test_chunks_share_a_call_while_their_padding_fits(chunks: list[tuple[int, int]]) -> None:
-    rows, query = (np.array([each[at] for each in chunks], np.int64) for at in (0, 1))
-    runs = prefill_runs(rows, query, 64)
-    assert [at for begin, end in runs for at in range(begin, end)] == list(range(len(chunks)))
-    spans = [(rows[b:e].max() - rows[b:e].min() + 1) * query[b:e].max() for b, e in runs]
-    assert all(span <= 64 for span in spans)
-    for (begin, end), (_, longer) in pairwise(runs):
-        more = slice(begin, end + 1)
-        assert longer > end
-        assert (rows[more].max() - rows[more].min() + 1) * query[more].max() > 64, "the next chunk would have fitted"
-
-
-def test_adjacent_prompts_share_a_call_and_distant_ones_do_not() -> None:
-    assert prefill_runs(np.array([3, 4, 5]), np.array([20, 20, 20]), 64) == [(0, 3)]
-    assert prefill_runs(np.array([3, 40]), np.array([20, 20]), 64) == [(0, 1), (1, 2)]
-    assert prefill_runs(np.empty(0, np.int64), np.empty(0, np.int64), 64) == []
+@given(st.lists(st.integers(1, 64), max_size=12))
+def test_padded_chunks_share_a_call_while_their_padding_fits(lengths: list[int]) -> None:
+    query = np.array(lengths, np.int64)
+    runs = prefill_runs(query, 64)
+    assert [at for begin, end in runs for at in range(begin, end)] == list(range(len(query)))
+    assert all((end - begin) * query[begin:end].max() <= 64 for begin, end in runs)
+    for (begin, end), _ in pairwise(runs):
+        assert (end + 1 - begin) * query[begin : end + 1].max() > 64, "the next chunk would have fitted"
+    assert prefill_runs(query) == ([(0, len(query))] if lengths else [])
 
 
 def test_a_row_that_would_verify_more_than_a_block_is_refused() -> None:
@@ -202,11 +199,17 @@ def test_a_row_that_would_verify_more_than_a_block_is_refused() -> None:
 
 @given(steps())
 def test_every_target_call_fits_a_profile_that_tensorrt_compiles(step: Step) -> None:
-    profiles = graph_profiles(bindings.TARGET_GRAPH, LIMITS, GAMMA)
+    profiles = graph_profiles(bindings.TARGET_GRAPH, TARGET, DRAFTER)
     for call in step.calls():
         decode, prefill = call.shape.decode, call.shape.prefill or (1, 1)
         extents = {"T": call.shape.num_tokens, "L": call.shape.num_logits}
-        extents |= {"B_decode": decode[0], "S_decode": decode[1], "B_prefill": prefill[0], "S_prefill": prefill[1]}
+        extents |= {
+            "P": 20,
+            "B_decode": decode[0],
+            "S_decode": decode[1],
+            "B_prefill": prefill[0],
+            "S_prefill": prefill[1],
+        }
         chosen = chosen_profile(profiles, extents)
         is_wide = profiles[chosen].name.startswith("prefill")
         assert not is_wide or call.shape.prefill is not None, "a bucket has a tight profile"

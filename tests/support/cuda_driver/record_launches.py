@@ -16,7 +16,7 @@ from dspark_trt_plugins.bundle import KernelBundle, read_bundle
 from dspark_trt_plugins.operation import Operation
 from dspark_trt_plugins.registry import operation_of
 
-EXTENTS = {"R": 3, "B": 3, "S": 5}
+EXTENTS = {"R": 3, "B": 4, "S": 5, "T": 15, "D": 3, "E": 1, "X": 5, "P": 9}
 WORKSPACE = 0x7F00_0000_0000
 
 

@@ -26,8 +26,8 @@ class OpenedError(Exception):
     """Stands for engines: whoever opens them gets no further."""
 
 
-def stop_at_opening(build: Path, *, use_cuda_graphs: bool = True) -> None:
-    raise OpenedError(use_cuda_graphs)
+def stop_at_opening(build: Path, *, use_cuda_graphs: bool = True, gpu_memory_utilization: float = 0.9) -> None:
+    raise OpenedError(use_cuda_graphs, gpu_memory_utilization)
 
 
 def of_step_table(context: Context) -> None:
@@ -52,13 +52,13 @@ def test_whoever_opens_engines_hands_the_choice_on(
     module: Any, open_them: Callable[[Context], None], choice: str, tiny_build: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summary, manifests = read_finished(tiny_build)
-    recipe = summary.recipe.model_copy(update={"cuda_graphs": choice})
+    recipe = summary.recipe.model_copy(update={"cuda_graphs": choice, "gpu_memory_utilization": 0.7})
     chosen = summary.model_copy(update={"recipe": recipe})
     monkeypatch.setattr(deployment, "read_finished", lambda build: (chosen, manifests))
     monkeypatch.setattr(module, "open_engines", stop_at_opening)
     with pytest.raises(OpenedError) as caught:
         open_them(Context(recipe, tiny_build))
-    assert caught.value.args == (choice == "auto",)
+    assert caught.value.args == (choice == "auto", 0.7)
 
 
 @pytest.mark.parametrize("use_cuda_graphs", [True, False])
@@ -75,8 +75,8 @@ def test_the_choice_reaches_the_device_runtime(
         tensorrt_engines, "open_tensorrt_engines", lambda build, settings, **options: stop_at_opening(build, **options)
     )
     with pytest.raises(OpenedError) as caught:
-        registry.open_engines(tmp_path, use_cuda_graphs=use_cuda_graphs)
-    assert caught.value.args == (use_cuda_graphs,)
+        registry.open_engines(tmp_path, use_cuda_graphs=use_cuda_graphs, gpu_memory_utilization=0.6)
+    assert caught.value.args == (use_cuda_graphs, 0.6)
 
 
 def test_a_step_table_is_of_calls_with_or_without_graphs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

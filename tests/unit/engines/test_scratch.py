@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dspark_trt.contract import bindings
+from dspark_trt.contract.page_plan import MOST_ELEMENTS
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, open_graphs
-from dspark_trt.engines.tensorrt.compiler.profiles import graph_inputs, graph_profiles
-from dspark_trt.engines.tensorrt.compiler.scratch import MOST_ELEMENTS, check_elements, scratch_bytes
+from dspark_trt.engines.tensorrt.compiler.profiles import ExtentRange, graph_inputs, graph_profiles
+from dspark_trt.engines.tensorrt.compiler.scratch import check_elements, scratch_bytes
 from dspark_trt.errors import EngineBuildError
 from tests.support.factories import write_drafter, write_target
 from tests.support.rtx_graphs import export
@@ -29,23 +31,25 @@ def test_prompt_chunks_are_not_planned_for_all_rows_at_their_longest(tmp_path: P
     """256 rows of 2048 tokens each would be 4.3 GB of queries, and as much of answers."""
     limits = EngineLimits(max_requests=256, max_seq_len=4096, max_batch_tokens=2048)
     graphs = opened(tmp_path, limits)
-    profiles = graph_profiles(bindings.TARGET_GRAPH, limits, graphs.drafter.gamma)
+    profiles = graph_profiles(bindings.TARGET_GRAPH, graphs.target, graphs.drafter)
     sizes = {each.name: scratch_bytes(graphs.models[bindings.TARGET_GRAPH], graphs.target, each) for each in profiles}
     assert max(sizes.values()) < 500e6
-    assert [name for name in sizes if name.startswith("prefill")] == [f"prefill {most}" for most in (1, 8, 64, 256)]
+    assert [name for name in sizes if name.startswith("prefill")] == ["prefill"]
     for graph, model in graphs.models.items():
         dims = graphs.target if graph == bindings.TARGET_GRAPH else graphs.drafter
-        for profile in graph_profiles(graph, limits, graphs.drafter.gamma):
+        for profile in graph_profiles(graph, graphs.target, graphs.drafter):
             check_elements(graph, graph_inputs(graph, graphs.target, graphs.drafter), model, dims, profile)
 
 
 def test_a_tensor_that_tensorrt_could_not_count_is_refused(tmp_path: Path) -> None:
     limits = EngineLimits(max_requests=256, max_seq_len=16384, max_batch_tokens=512)
     graphs = opened(tmp_path, limits)
-    profile = graph_profiles(bindings.TARGET_GRAPH, limits, graphs.drafter.gamma)[0]
+    pages = ExtentRange(2, 2, MOST_ELEMENTS)
+    profile = graph_profiles(bindings.TARGET_GRAPH, graphs.target, graphs.drafter)[0]
+    profile = replace(profile, extents={**profile.extents, "P": pages})
     inputs = graph_inputs(bindings.TARGET_GRAPH, graphs.target, graphs.drafter)
     with pytest.raises(
         EngineBuildError,
-        match=rf"profile decode: decode\.key_cache\.0: expected {MOST_ELEMENTS} elements .* lower --max-batch-tokens",
+        match=rf"profile decode: kv_cache\.0: expected {MOST_ELEMENTS} elements .* lower --max-batch-tokens",
     ):
         check_elements(bindings.TARGET_GRAPH, inputs, graphs.models[bindings.TARGET_GRAPH], graphs.target, profile)

@@ -64,8 +64,8 @@ def test_its_metadata_are_those_of_the_drafters_graphs(tmp_path: Path) -> None:
     target, drafter = read_pair(folder, write_drafter(tmp_path / "drafter", folder))
     graphs = tmp_path / "graphs"
     graphs.mkdir()
-    write_target_graph(target, graphs, taps=(0, 2), limits=LIMITS, gamma=5, precision="fp16", attention="standard")
-    write_drafter_graphs(target, drafter, graphs, limits=LIMITS, precision="fp16", attention="standard")
+    write_target_graph(target, graphs, taps=(0, 2), limits=LIMITS, gamma=5, precision="fp16", attention="paged")
+    write_drafter_graphs(target, drafter, graphs, limits=LIMITS, precision="fp16", attention="paged")
     write_select_graph(drafter.spec, graphs, limits=LIMITS, precision="fp16")
     draft, select = (
         onnx.load(graphs / name, load_external_data=False) for name in (bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)

@@ -14,6 +14,7 @@ from dspark_trt_plugins.registry import register_plugins, unregister_plugins
 from onnx.inliner import inline_local_functions
 
 from dspark_trt.contract import bindings
+from dspark_trt.contract.page_plan import DEFAULT_UTILIZATION
 from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX, EngineFacts, engine_path, facts_path
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, compile_kernels, metadata_of, open_graphs
 from dspark_trt.engines.tensorrt.compiler.memory import check_memory, listed, memory_plan, weight_bytes
@@ -43,12 +44,14 @@ class CompileSettings:
         sms: GPU architectures, where the package takes them; empty: that of the GPU here.
         use_plugins: False inlines the function bodies of the plugins' nodes.
         known_timings: `timing.cache` of an earlier build; it need not exist.
+        gpu_memory_utilization: how much of the memory of the GPU here the engines may take.
     """
 
     library: Library
     sms: tuple[int, ...] = ()
     use_plugins: bool = True
     known_timings: Path | None = None
+    gpu_memory_utilization: float = DEFAULT_UTILIZATION
 
 
 def compile_graphs(
@@ -66,8 +69,16 @@ def compile_graphs(
     opened = open_graphs(graphs)
     weights = {graph: weight_bytes(model) for graph, model in opened.models.items()}
     plan = memory_plan(weights, opened.target, opened.drafter, _check_and_plan_scratch(opened))
-    logger.info("memory of a GPU, estimated: %s", listed(plan))
-    check_memory(settings.library, weights, plan, device_bytes=compiler.targets.device_bytes)
+    pages = check_memory(
+        settings.library,
+        weights,
+        plan,
+        opened.target,
+        opened.drafter,
+        device_bytes=compiler.targets.device_bytes,
+        utilization=settings.gpu_memory_utilization,
+    )
+    logger.info("memory of a GPU, estimated: %s; KV: %s", listed(plan), pages.words if pages else "what is left")
     costs = {graph: size + _SMALL_GRAPH_BYTES for graph, size in weights.items()}
     done, total = 0, sum(costs.values())
     with compiler.plugins(opened.models.values()):
@@ -88,7 +99,7 @@ def _check_and_plan_scratch(opened: OpenedGraphs) -> int:
     for graph, model in opened.models.items():
         dims = opened.target if graph == bindings.TARGET_GRAPH else opened.drafter
         inputs = graph_inputs(graph, opened.target, opened.drafter)
-        for profile in graph_profiles(graph, opened.target.limits, opened.drafter.gamma):
+        for profile in graph_profiles(graph, opened.target, opened.drafter):
             check_elements(graph, inputs, model, dims, profile)
             sizes.append(scratch_bytes(model, dims, profile))
     return max(sizes)
@@ -136,7 +147,7 @@ class GraphCompiler:
             model = inline_local_functions(model)
         network, warnings = parse_graph(trt, self._builder, model, opened.folder / graph, self.log)
         check_layers(network, model, graph, use_plugins=settings.use_plugins)
-        profiles = graph_profiles(graph, opened.target.limits, opened.drafter.gamma)
+        profiles = graph_profiles(graph, opened.target, opened.drafter)
         config = self.configuration(profiles, graph_inputs(graph, opened.target, opened.drafter))
         monitor = BuildMonitor(trt, progress)
         config.progress_monitor = monitor.monitor
@@ -178,6 +189,7 @@ class GraphCompiler:
             config.num_compute_capabilities = len(self.targets.sms)
             for index, sm in enumerate(self.targets.sms):
                 config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{sm}"), index)
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)  # pools are written in place
         if facts.has_timing_cache:
             for timings in (self._timings, b""):  # those of another GPU or version are refused
                 if config.set_timing_cache(config.create_timing_cache(timings), ignore_mismatch=False):

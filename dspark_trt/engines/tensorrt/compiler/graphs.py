@@ -12,7 +12,13 @@ from dspark_trt_plugins.operation import Operation
 from dspark_trt_plugins.registry import check_kernels, operations_in
 
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.contract.dims import (
+    PORTABLE,
+    DrafterDims,
+    TargetDims,
+    drafter_dims_from_metadata,
+    target_dims_from_metadata,
+)
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import get_logger
@@ -42,11 +48,14 @@ def open_graphs(folder: Path) -> OpenedGraphs:
     metadata = {graph: metadata_of(model) for graph, model in models.items()}
     target = target_dims_from_metadata(metadata[bindings.TARGET_GRAPH], str(folder / bindings.TARGET_GRAPH))
     drafter = drafter_dims_from_metadata(metadata[bindings.DRAFT_GRAPH], str(folder / bindings.DRAFT_GRAPH))
-    for graph, dims in ((bindings.TARGET_GRAPH, target), (bindings.DRAFT_GRAPH, drafter)):
-        if dims.attention != "standard" or dims.element_type == "float32":
+    for graph, dims, expected in (
+        (bindings.TARGET_GRAPH, target, {"paged"}),
+        (bindings.DRAFT_GRAPH, drafter, PORTABLE),
+    ):
+        if dims.attention not in expected or dims.element_type == "float32":
             raise EngineBuildError(
-                f"{folder / graph}: expected `standard` attention in bf16 or fp16, which is what TensorRT compiles, "
-                f"found {dims.attention} in {dims.element_type}; export the graphs for TensorRT"
+                f"{folder / graph}: expected {' or '.join(sorted(expected))} attention in bf16 or fp16, which is what "
+                f"TensorRT compiles, found {dims.attention} in {dims.element_type}; export the graphs for TensorRT"
             )
     return OpenedGraphs(folder, models, target, drafter)
 

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 import onnx
 
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import CacheDims, DrafterDims, TargetDims
+from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.page_plan import PagePlan, plan_pages
 from dspark_trt.engines.tensorrt.compiler.scratch import ELEMENT_BYTES
 from dspark_trt.engines.tensorrt.library import LIBRARIES, Library
-from dspark_trt.errors import EngineBuildError
+from dspark_trt.errors import CapacityError, EngineBuildError
 from dspark_trt.machine import cpu
 
 # Memory of the process while tensorrt_rtx 1.7.1 compiles: 3.0 GiB for 1.2 GB of weights, 1.8 GiB for 0.27 GB
@@ -30,11 +31,6 @@ def weight_bytes(model: onnx.ModelProto) -> int:
     )
 
 
-def cache_bytes(cache: CacheDims, element_type: bindings.ElementType) -> int:
-    """Bytes of the KV memory of one model."""
-    return cache.num_elements * ELEMENT_BYTES[element_type]
-
-
 def output_bytes(target: TargetDims, drafter: DrafterDims) -> int:
     """Bytes of the largest outputs: logits, taps and draft logits."""
     sizes = {"L": target.limits.max_batch_tokens, "T": target.limits.max_batch_tokens, "R": drafter.limits.max_requests}
@@ -47,10 +43,9 @@ def output_bytes(target: TargetDims, drafter: DrafterDims) -> int:
 
 
 def memory_plan(weights: Mapping[str, int], target: TargetDims, drafter: DrafterDims, scratch: int) -> dict[str, int]:
-    """Bytes that the engines take of a GPU, by what for."""
+    """Bytes that the engines take of a GPU beside the KV pool, by what for."""
     return {
         "weights": sum(weights.values()),
-        "KV caches": cache_bytes(target.cache, target.element_type) + cache_bytes(drafter.cache, drafter.element_type),
         "outputs": output_bytes(target, drafter),
         "scratch": scratch,
         "CUDA": DEVICE_RESERVE_BYTES,
@@ -61,15 +56,19 @@ def check_memory(
     library: Library,
     weights: Mapping[str, int],
     plan: Mapping[str, int],
+    target: TargetDims,
+    drafter: DrafterDims,
     *,
     device_bytes: int | None,
-) -> None:
-    """Refuse a build that cannot fit.
+    utilization: float,
+) -> PagePlan | None:
+    """The KV pool that is left; None where the GPU is not here. Refuse a build that cannot fit.
 
     Args:
         weights: bytes of the weights of each graph.
         plan: as `memory_plan` gives it.
         device_bytes: memory of the GPU that the engines are for; None where it is not here.
+        utilization: how much of it may be taken.
 
     Raises EngineBuildError with the estimate, what there is, and what to do.
     """
@@ -85,13 +84,13 @@ def check_memory(
         )
     if device_bytes is None:
         assert LIBRARIES[library].takes_sms, "only such a package compiles for a GPU that is not here"
-        return
-    if (needed := sum(plan.values())) > device_bytes:
-        raise EngineBuildError(
-            f"the engines are estimated to need {_gib(needed)} of GPU memory ({listed(plan)}), and this GPU "
-            f"has {_gib(device_bytes)}; lower --max-requests or --max-seq-len (KV caches), take a smaller target or a "
-            "larger GPU"
+        return None
+    try:
+        return plan_pages(
+            target, drafter, device_bytes=device_bytes, utilization=utilization, other_bytes=sum(plan.values())
         )
+    except CapacityError as error:
+        raise EngineBuildError(f"the engines are estimated not to fit this GPU ({listed(plan)}): {error}") from error
 
 
 def listed(plan: Mapping[str, int]) -> str:

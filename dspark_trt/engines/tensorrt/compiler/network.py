@@ -23,6 +23,7 @@ from dspark_trt.errors import EngineBuildError
 
 _PLUGIN_LAYER = "PLUGIN_V3"
 _CACHE_LAYER = "KV_CACHE_UPDATE"
+_PAGE_WRITE = "PageWrite"
 # Said where something else is computed than the graph says (TensorRT 11, TensorRT-RTX 1.7, the parser's source).
 # A compiler also speaks of tactics that it ignores or that are not supported, which is no departure.
 _DEPARTURES_OF_A_COMPILER = re.compile(r"unused input|clamp", re.IGNORECASE)
@@ -86,7 +87,7 @@ def check_layers(network: Any, model: onnx.ModelProto, graph: str, *, use_plugin
     """Whether the network computes what the graph says, and caches are written in place.
 
     Raises EngineBuildError when an input is read by no layer, Attention is asked for what TensorRT does not do, a node
-    of the plugins became something else, or a cache output is not its input's memory.
+    of the plugins became something else, or a cache is not written by what does it in place.
     """
     _check_inputs(network, model, graph)
     nodes = [node for node in model.graph.node if node.domain == NAMESPACE]
@@ -96,22 +97,24 @@ def check_layers(network: Any, model: onnx.ModelProto, graph: str, *, use_plugin
             f"{graph}: expected {len(nodes) if use_plugins else 'no'} plugin layers for "
             f"{[node.name for node in nodes]}, found {num_plugins}; export the graph again"
         )
+    written = {(node.input[3], node.output[0]) for node in nodes if node.op_type == _PAGE_WRITE}
+    scattered = {(node.input[0], node.output[0]) for node in model.graph.node if node.op_type == "TensorScatter"}
     updated = set()
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if str(layer.type).endswith(_CACHE_LAYER):
             updated.add((layer.get_input(0).name, layer.get_output(0).name))
-    scattered = {(node.input[0], node.output[0]) for node in model.graph.node if node.op_type == "TensorScatter"}
     outputs = {info.name for info in model.graph.output}
     expected = {
         (info.name, bindings.cache_output(info.name))
         for info in model.graph.input
         if bindings.cache_output(info.name) in outputs
     }
-    if not (updated == scattered == expected):
-        wrong = sorted(updated ^ expected) or sorted(scattered ^ expected)
+    found = written | updated
+    if updated != scattered or (use_plugins and found != expected):
+        wrong = sorted(found ^ expected) or sorted(updated ^ scattered)
         raise EngineBuildError(
-            f"{graph}: expected every cache to be updated in place, found {len(updated)} updates for {len(expected)} "
+            f"{graph}: expected every cache to be written in place, found {len(found)} writes for {len(expected)} "
             f"caches, different for {wrong[:2]}; export the graph again"
         )
 

@@ -1,23 +1,24 @@
 """Optimisation profiles: the extents that each graph is compiled for, and which profile serves a call.
 
 A compiler tunes for the usual extents of a profile and takes memory for the largest. The more a profile fixes, the
-better its kernels fit; so the tight profiles come first. Prompt chunks of B rows and S padded tokens each have B * S
-within max_batch_tokens (device/buckets): a few profiles cover that, where one of the most rows and of the longest chunk
-would take memory for many times as much.
+better its kernels fit; so the tight profiles come first. Prompt chunks stay packed and have one profile, but where a
+layer pads them to the longest: there B rows of S padded tokens have B * S within max_batch_tokens (device/buckets), and
+a few profiles cover that, where one of the most rows and of the longest chunk would take memory for many times as much.
 
-Shape letters as in `bindings`: `T` packed tokens, `L` logit rows, `R` requests, `G` gamma; `B` KV rows and `S` padded
-query length of a row group.
+Shape letters as in `bindings`: `T` packed tokens, `L` logit rows, `R` requests, `G` gamma; `B` rows and `S` padded
+query length of a row group; `P` pages of the pool.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dspark_trt_plugins.operation import next_power_of_2
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.page_plan import most_pages
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.select_bindings import select_inputs
 from dspark_trt.errors import EngineBuildError
@@ -69,18 +70,27 @@ def graph_inputs(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[
     return drafter_inputs[graph](drafter)
 
 
-def graph_profiles(graph: str, limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
+def graph_profiles(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[Profile, ...]:
     """The profiles of one of GRAPHS, the tightest first, those of prompt chunks last and by rising rows.
 
     The runtime pads within the limits (device/buckets): tokens never exceed max_batch_tokens, nor requests and rows
     max_requests.
     """
-    return {
-        bindings.TARGET_GRAPH: _target,
-        bindings.INGEST_GRAPH: _ingest,
-        bindings.DRAFT_GRAPH: _draft,
-        bindings.SELECT_GRAPH: _select,
-    }[graph](limits, gamma)
+    limits, gamma = target.limits, drafter.gamma
+    made = {
+        bindings.TARGET_GRAPH: lambda: _target(limits, gamma, pads_chunks=target.pads_chunks),
+        bindings.INGEST_GRAPH: lambda: _ingest(limits, gamma, pads_chunks=not drafter.cache.page_positions),
+        bindings.DRAFT_GRAPH: lambda: _draft(limits, gamma),
+        bindings.SELECT_GRAPH: lambda: _select(limits, gamma),
+    }[graph]()
+    pages = {} if graph == bindings.SELECT_GRAPH else {"P": _pages(target, drafter)}
+    return tuple(replace(profile, extents={**profile.extents, **pages}) for profile in made)
+
+
+def _pages(target: TargetDims, drafter: DrafterDims) -> ExtentRange:
+    most = most_pages(target, drafter)
+    fewest = min(2, most)
+    return ExtentRange(fewest, max(most // 2, fewest), most)
 
 
 def choose_profile(profiles: Sequence[Mapping[str, ShapeRange]], shapes: Mapping[str, Shape], *, where: str) -> int:
@@ -111,7 +121,7 @@ def _misfits(profile: Mapping[str, ShapeRange], shapes: Mapping[str, Shape]) -> 
 
 
 def prefill_corners(limits: EngineLimits) -> tuple[tuple[int, int], ...]:
-    """The most rows and the longest chunk (B, S) of each profile of prompt chunks.
+    """The most rows and the longest chunk (B, S) of each profile of prompt chunks that are padded.
 
     Every call of B * S <= max_batch_tokens is within one of them, and none of them is more than PREFILL_STEP times
     max_batch_tokens.
@@ -131,7 +141,7 @@ def _is_within(shape: Shape, allowed: ShapeRange) -> bool:
     )
 
 
-def _target(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
+def _target(limits: EngineLimits, gamma: int, *, pads_chunks: bool) -> tuple[Profile, ...]:
     tokens, rows = _tokens(limits, gamma), _rows(limits)
     decode, verify = _exactly(1), _exactly(gamma + 1)
     plain = _up_to(min(next_power_of_2(limits.max_requests), tokens.largest), _USUAL_REQUESTS)
@@ -149,28 +159,28 @@ def _target(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
         profile("decode", plain, decode, idle),
         profile("verify", drafted, verify, idle),
         *(
-            profile(f"prefill {most}", _chunk(limits), ExtentRange(1, gamma + 1, gamma + 1), chunk)
-            for most, chunk in _prefill(limits)
+            profile(name, _chunk(limits), ExtentRange(1, gamma + 1, gamma + 1), chunk)
+            for name, chunk in _prefill(limits, pads_chunks)
         ),
     )
 
 
-def _ingest(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
+def _ingest(limits: EngineLimits, gamma: int, *, pads_chunks: bool) -> tuple[Profile, ...]:
     """After a verification up to gamma + 1 tokens of each request, after a prefill chunk all of it."""
-    group = f"B_{bindings.CONTEXT}", f"S_{bindings.CONTEXT}"
+    group, length = f"B_{bindings.CONTEXT}", f"S_{bindings.CONTEXT}"
     largest = min(next_power_of_2(limits.max_requests * (gamma + 1)), limits.max_batch_tokens)
     committed = {
         "T": ExtentRange(1, _tokens(limits, gamma).usual, largest),
-        group[0]: _rows(limits),
-        group[1]: ExtentRange(1, gamma + 1, gamma + 1),
+        group: _rows(limits),
+        length: ExtentRange(1, gamma + 1, gamma + 1),  # of families whose context stands in rows
         "R": _rows(limits),  # of families that keep a state of each row
     }
     requests = ExtentRange(1, 1, limits.max_requests)
     return (
         Profile("verify", committed),
         *(
-            Profile(f"prefill {most}", {"T": _chunk(limits), group[0]: rows, group[1]: length, "R": requests})
-            for most, (rows, length) in _prefill(limits)
+            Profile(name, {"T": _chunk(limits), group: rows, length: longest, "R": requests})
+            for name, (rows, longest) in _prefill(limits, pads_chunks)
         ),
     )
 
@@ -201,11 +211,14 @@ def _tokens(limits: EngineLimits, gamma: int) -> ExtentRange:
     return _up_to(limits.max_batch_tokens, min(_USUAL_REQUESTS, limits.max_requests) * (gamma + 1))
 
 
-def _prefill(limits: EngineLimits) -> list[tuple[int, tuple[ExtentRange, ExtentRange]]]:
-    """Of each profile of prompt chunks: the most rows; B and S."""
-    return [
-        (rows, (ExtentRange(1, rows, rows), ExtentRange(1, length, length))) for rows, length in prefill_corners(limits)
-    ]
+def _prefill(limits: EngineLimits, pads_chunks: bool) -> list[tuple[str, tuple[ExtentRange, ExtentRange]]]:
+    """Of each profile of prompt chunks its name, and B and S."""
+    if pads_chunks:
+        return [
+            (f"prefill {rows}", (ExtentRange(1, rows, rows), ExtentRange(1, length, length)))
+            for rows, length in prefill_corners(limits)
+        ]
+    return [("prefill", (ExtentRange(1, 1, limits.max_requests), _chunk(limits)))]
 
 
 def _chunk(limits: EngineLimits) -> ExtentRange:

@@ -18,11 +18,11 @@ from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.page_plan import MOST_ELEMENTS
 from dspark_trt.engines.tensorrt.compiler.profiles import Profile
 from dspark_trt.errors import EngineBuildError
 
 ELEMENT_BYTES: dict[bindings.ElementType, int] = {"int64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-MOST_ELEMENTS = 2**31 - 1  # of one tensor, whose elements TensorRT counts with 32 bits
 _PRODUCTS_BYTES = 32 << 20  # of the compiler's own matrix products: 8 to 16 MB were seen for each graph
 _WIDE_TENSORS = 3  # [T, F] that live at once: gate, up and their product
 _HIDDEN_TENSORS = 4  # [T, D]
@@ -38,9 +38,10 @@ def scratch_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, profil
     wide = _WIDE_TENSORS * max((width for width in widths if width != dims.vocab_size), default=0)
     rows = num_tokens * (wide + _HIDDEN_TENSORS * dims.hidden_size) * size + normed
     logits = extents.get("L", blocks) * dims.vocab_size * size if dims.vocab_size in widths else 0
+    attended = num_tokens * _attention_width(model, dims) * size
     padded = sum(prod(shape) for shape in _padded(model, dims, extents)) * size
     workspace = max((_workspace(operation, extents) for operation in operations_in(model)), default=0)
-    return rows + logits + padded + workspace + _PRODUCTS_BYTES
+    return rows + logits + attended + padded + workspace + _PRODUCTS_BYTES
 
 
 def check_elements(
@@ -54,7 +55,7 @@ def check_elements(
     extents = {name: each.largest for name, each in profile.extents.items()}
     shapes = {each.name: profile.shapes(each)[2] for each in inputs}
     shapes["logits"] = (extents.get("L", extents.get("R", 0)), dims.vocab_size)
-    shapes |= {f"padded queries {index}": shape for index, shape in enumerate(_padded(model, dims, extents))}
+    shapes |= {f"padded rows {index}": shape for index, shape in enumerate(_padded(model, dims, extents))}
     for name, shape in shapes.items():
         if prod(shape) > MOST_ELEMENTS:
             raise EngineBuildError(
@@ -72,19 +73,33 @@ def _widths(model: onnx.ModelProto) -> set[int]:
     return {tensor.dims[0] for tensor in model.graph.initializer if tensor.name in weights and len(tensor.dims) == 2}
 
 
+def _attention_width(model: onnx.ModelProto, dims: TargetDims | DrafterDims) -> int:
+    """Numbers of a token: queries and their answers, twice keys and values."""
+    heads = [each.form.num_heads for each in operations_in(model) if isinstance(each, RowAttentionOperation)]
+    return (2 * max(heads, default=0) + 4 * dims.cache.num_kv_heads) * dims.cache.head_dim
+
+
 def _padded(
     model: onnx.ModelProto, dims: TargetDims | DrafterDims, extents: dict[str, int]
 ) -> Iterator[tuple[int, ...]]:
-    """Queries and their answers, and new keys and values, of every row group: [B, heads, S, H]."""
-    groups = [name.removeprefix("B_") for name in extents if name.startswith("B_")]
-    heads = [each.form.num_heads for each in operations_in(model) if isinstance(each, RowAttentionOperation)]
-    slots = dims.block_length if isinstance(dims, DrafterDims) else 1
+    """Where no kernel attends, rows that are copied out of pages, [B, K, C, H], twice keys and values; and what queries
+    and their answers become, [B, N, S, H], and masks."""
+    cache = dims.cache
+    pools = {node.input[0] for node in model.graph.node if node.op_type == "Gather" and "kv_cache." in node.input[0]}
+    if not pools:
+        return
+    layers = [int(name.removesuffix(".out").rpartition(".")[2]) for name in pools]
+    num_kv_heads, capacity, head_dim = max((cache.row_shape_of(layer) for layer in layers), key=prod)
+    groups = [name.removeprefix("B_") for name in extents if name.startswith("B_")] or ["R"]
+    num_heads = dims.hidden_size // head_dim + num_kv_heads
     for group in groups:
-        rows, length = extents[f"B_{group}"], extents.get(f"S_{group}", slots)
-        for count in (*[max(heads)] * 2, *[dims.cache.num_kv_heads] * 2) if heads else [dims.cache.num_kv_heads] * 2:
-            yield rows, count, length, dims.cache.head_dim
+        rows = extents.get(f"B_{group}", extents.get("R", 1))
+        length = extents.get(f"S_{group}", dims.block_length if isinstance(dims, DrafterDims) else 1)
+        yield from [(rows, num_kv_heads, capacity, head_dim)] * 4
+        yield from [(rows, num_heads, length, head_dim)] * 2
+        yield rows, length, capacity
 
 
 def _workspace(operation: object, extents: dict[str, int]) -> int:
-    sizes = {"S": 0, "B": 0} | extents
+    sizes = dict.fromkeys("SBDEX", 0) | extents
     return workspace_offsets(operation.workspace, sizes)[1]  # type: ignore[attr-defined]
