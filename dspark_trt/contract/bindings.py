@@ -103,6 +103,7 @@ DRAFT_IDS = "draft_ids"
 DRAFT_LOGITS = "draft_logits"
 CONFIDENCE_LOGITS = "confidence_logits"
 LAST_STATES = "last_states"
+LINEAR_ERRORS = "linear_errors"  # of a target that is surveyed (graphs/survey.py)
 
 ElementType = Literal["int64", "float32", "float16", "bfloat16"]
 
@@ -189,6 +190,11 @@ def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
         *taps,
         *(binding for group in TARGET_GROUPS for binding in cache_outputs(group, dims)),
     )
+
+
+def linear_errors(num_layers: int) -> Binding:
+    """The further output of a target that is surveyed, of so many Linear layers."""
+    return Binding(LINEAR_ERRORS, "float32", (num_layers, "T"))
 
 
 def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
