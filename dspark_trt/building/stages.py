@@ -180,7 +180,7 @@ STAGES = (
         # the forms of target and drafter are chosen by code of this room
         packages=lambda context: (
             *("dspark_trt.graphs", "dspark_trt.contract", "dspark_trt_plugins"),
-            *(() if context.is_on_device else ("dspark_trt.building.target_*",)),
+            *(() if context.is_on_device else ("dspark_trt.building.target_*", "dspark_trt.building.activation_*")),
             *(
                 ()
                 if context.is_on_device or not context.recipe.has_drafter_model

@@ -103,7 +103,7 @@ DRAFT_IDS = "draft_ids"
 DRAFT_LOGITS = "draft_logits"
 CONFIDENCE_LOGITS = "confidence_logits"
 LAST_STATES = "last_states"
-LINEAR_ERRORS = "linear_errors"  # of a target that is surveyed (graphs/survey.py)
+LOW_STEPS = "low_steps"  # of a target whose layers are switched (graphs/switched.py)
 
 ElementType = Literal["int64", "float32", "float16", "bfloat16"]
 
@@ -192,9 +192,9 @@ def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
     )
 
 
-def linear_errors(num_layers: int) -> Binding:
-    """The further output of a target that is surveyed, of so many Linear layers."""
-    return Binding(LINEAR_ERRORS, "float32", (num_layers, "T"))
+def low_steps() -> Binding:
+    """The further input of a target whose layers are switched: an element for each of its Linear layers."""
+    return Binding(LOW_STEPS, "float32", ("linear_layers",))
 
 
 def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:

@@ -87,7 +87,7 @@ class Linears:
         """
         builder = self._builder
         integers, scales = self._source.rows(weight)
-        rows = self._rows_of(x, weight in self._wide_inputs)
+        rows = self._rows_of(x, self._is_wide(weight))
         product = builder.op(
             "MatMulIntegerToFloat",
             rows.integers,
@@ -97,10 +97,16 @@ class Linears:
             builder.constant(_ZERO_POINT),
             domain=CONTRIB_DOMAIN,
         )
-        if weight in self._wide_inputs:
+        if self._is_wide(weight):
             high, low = builder.multi_op("Split", product, outputs=(None, None), axis=0, num_outputs=2)
-            product = builder.op("Add", high, builder.op("Mul", low, _float(builder, low_step())))
+            product = builder.op("Add", high, builder.op("Mul", low, self._low_step(weight)))
         return builder.op("Mul", product, rows.scale, output=output)
+
+    def _is_wide(self, weight: str) -> bool:
+        return weight in self._wide_inputs
+
+    def _low_step(self, weight: str) -> str:
+        return _float(self._builder, low_step())
 
     def _rows_of(self, x: str, is_wide: bool) -> _QuantisedRows:
         """`x` [T, in] in integers, once for all weights that read it."""

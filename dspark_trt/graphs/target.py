@@ -23,7 +23,7 @@ from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.linears import Linears
 from dspark_trt.graphs.numbers import Numbers, numbers_of
 from dspark_trt.graphs.quantize import quantisation
-from dspark_trt.graphs.survey import SurveyedLinears
+from dspark_trt.graphs.switched import SwitchedLinears
 from dspark_trt.graphs.weights import TensorSource, WeightFolder
 
 MIN_EXACT_QUERY = 2  # below it, ONNX Runtime's attention sums in another order
@@ -41,6 +41,7 @@ def write_target_graph(
     attention: Attention,
     norm_last_tap: bool = False,
     wide_inputs: Collection[str] = (),
+    is_mapped: bool = False,
 ) -> None:
     """Write target.onnx and its weights into `folder`.
 
@@ -49,6 +50,7 @@ def write_target_graph(
             Without any there is no such output.
         norm_last_tap: whether a tap of the last layer is taken behind the final norm.
         wide_inputs: at int8, weights whose activations get sixteen bits, by canonical name.
+        is_mapped: float32 weights stay in their file, memory-mapped: slower, and no second copy of them in memory.
 
     Raises ExportError when a tap or a limit does not fit the target, attention does not fit the precision, or a weight
     exceeds float16.
@@ -75,7 +77,7 @@ def write_target_graph(
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
         bits = quantisation(precision)
         layers, head = (
-            Linears(builder, weights, each, numbers.model, wide_inputs=wide_inputs)
+            Linears(builder, weights, each, numbers.model, is_read_again=is_mapped, wide_inputs=wide_inputs)
             for each in (bits.target_layers, bits.head)
         )
         experts = None
@@ -85,24 +87,26 @@ def write_target_graph(
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
 
 
-def write_survey_graph(checkpoint: TargetCheckpoint, folder: Path, *, limits: EngineLimits) -> tuple[str, ...]:
-    """Write target.onnx in float32 with a further output, bindings.LINEAR_ERRORS; the layers that it tells of.
+def write_switched_graph(
+    checkpoint: TargetCheckpoint, folder: Path, *, limits: EngineLimits, gamma: int
+) -> tuple[str, ...]:
+    """Write target.onnx of int8 with a further input, bindings.LOW_STEPS; its Linear layers, in their order.
 
     Raises ExportError when a limit does not fit the target.
     """
     spec = checkpoint.spec
-    check_limits(limits, spec.decoder, gamma=0, what="target")
+    check_limits(limits, spec.decoder, gamma=gamma, what="target")
     dims = target_dims(spec, num_taps=0, limits=limits, attention=usable_form("gqa", spec.decoder, "target"))
     builder, numbers = GraphBuilder("target"), Numbers()
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
-        linears = SurveyedLinears(builder, weights)
+        builder.input(bindings.low_steps())
+        linears = SwitchedLinears(builder, weights)
         experts = None
         if (experts_spec := spec.decoder.experts) is not None:
-            experts = Experts(builder, experts_spec, weights, numbers, bits=None, attention=dims.attention)
-        _emit(builder, spec, dims, (), weights, linears, linears, numbers, 0, False, experts)
-        linears.emit_errors(builder.output(bindings.linear_errors(len(linears.weights))))
+            experts = Experts(builder, experts_spec, weights, numbers, bits="rows", attention=dims.attention)
+        _emit(builder, spec, dims, (), weights, linears, linears, numbers, gamma, False, experts)
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
-    return linears.weights
+    return tuple(linears.weights)
 
 
 def head_weight(spec: TargetSpec) -> str:

@@ -90,9 +90,9 @@ class OnnxRuntimeTargetEngine:
         groups = dict(zip(bindings.TARGET_GROUPS, (decode, prefill), strict=True))
         for name, group in groups.items():
             inputs |= group_inputs(name, group)
+        inputs |= self._further_inputs()
         logits, taps = self._logits[: len(logit_rows)], self._taps[: len(token_ids)]
         outputs = {bindings.LOGITS: logits} | ({bindings.TAPS: taps} if self._dims.num_taps else {})
-        outputs |= self._further_outputs(len(token_ids))
         key = (decode.first_row, decode.num_rows, prefill.first_row, prefill.num_rows)
         self._session.run(key, lambda: self._caches(groups), inputs, outputs)
         return TargetOutput(logits, taps)
@@ -100,7 +100,7 @@ class OnnxRuntimeTargetEngine:
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._pool.move_row(source, destination, num_positions)
 
-    def _further_outputs(self, num_tokens: int) -> dict[str, NDArray[np.float32]]:
+    def _further_inputs(self) -> dict[str, NDArray[np.float32]]:
         return {}
 
     def _caches(self, groups: dict[str, RowGroup]) -> tuple[BoundArrays, BoundArrays]:

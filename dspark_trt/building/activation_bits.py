@@ -1,0 +1,149 @@
+"""Chooses which Linear layers of an int8 target read activations of sixteen bits: two rows of eight, integers as well.
+
+Rounding the weights to eight bits costs some divergence from float32 in any case. Eight bits for an activation, too,
+may add SHARE_OF_ROUNDING of that, all layers together. Layers are judged in groups: those that read the same place of a
+decoder layer, by quarters of the stack. What a group adds is measured alone, on packaged prompts, beside sixteen bits
+everywhere else; the cheapest groups get eight bits as long as their sum allows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dspark_trt.calibration.prompts import packaged_prompts
+from dspark_trt.contract.protocol import TargetBatch, TargetEngine
+from dspark_trt.graphs.quantize import low_step
+from dspark_trt.log import Progress
+
+SHARE_OF_ROUNDING = 0.5
+NUM_PARTS = 4  # of the stack of layers
+NUM_PROMPTS = 6  # that decide, and as many others that tell how far the finished form is from float32
+MAX_TOKENS = 128  # of a prompt
+
+Logs = NDArray[np.float64]
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
+_PLACES = {
+    "q_proj": "attention input",
+    "k_proj": "attention input",
+    "v_proj": "attention input",
+    "o_proj": "attention output",
+    "gate_proj": "MLP input",
+    "up_proj": "MLP input",
+    "down_proj": "MLP middle",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far a target is from its float32 form, over the positions of prompts."""
+
+    num_tokens: int
+    kl: float  # mean of KL(float32 || this), nats
+    kl_99: float  # 99 of 100 positions are below it
+    top1_agreement: float  # share of positions with the same largest logit
+
+
+class Reference:
+    """What the float32 form of a target says of some prompts."""
+
+    def __init__(self, texts: Sequence[NDArray[np.int64]], engine: TargetEngine) -> None:
+        self._texts = texts
+        self._logs = [_log_probabilities(engine, text) for text in texts]
+
+    def distance(self, engine: TargetEngine) -> Distance:
+        """Of the same target in another form."""
+        divergences, is_same = [], []
+        for text, expected in zip(self._texts, self._logs, strict=True):
+            found = _log_probabilities(engine, text)
+            divergences.append((np.exp(expected) * (expected - found)).sum(axis=-1))
+            is_same.append(expected.argmax(axis=-1) == found.argmax(axis=-1))
+        every = np.concatenate(divergences)
+        agreement = float(np.concatenate(is_same).mean())
+        return Distance(len(every), float(every.mean()), float(np.quantile(every, 0.99)), agreement)
+
+
+class SwitchedEngine(TargetEngine, Protocol):
+    """A target whose Linear layers read the second integer of their activations with these steps; 0: not."""
+
+    low_steps: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was measured, and what follows from it."""
+
+    sixteen_everywhere: Distance
+    eight_everywhere: Distance
+    added_kl: Mapping[str, float]  # by eight bits in one group alone
+    wide_groups: tuple[str, ...]
+    wide_inputs: tuple[str, ...]  # weights whose activations get sixteen bits, in the graph's order
+    num_layers: int
+
+
+def prompts(encode: Callable[[str], Sequence[int]], split: str, most: int = MAX_TOKENS) -> list[NDArray[np.int64]]:
+    """Token ids of packaged prompts of that split, the kinds in turn."""
+    every = packaged_prompts()
+    order = sorted(range(len(every)), key=lambda index: (index % 40, index))
+    texts = [every[index].prompt for index in order if every[index].split == split][:NUM_PROMPTS]
+    return [np.array(tokens[:most], np.int64) for tokens in map(encode, texts) if len(tokens)]
+
+
+def group_of(weight: str, num_layers: int) -> str:
+    """The group of a Linear layer, by the canonical name of its weight."""
+    match = _LAYER.fullmatch(weight)
+    if match is None:
+        return "output head"
+    place = _PLACES[match[2].rpartition(".")[2]]
+    return f"{place}, part {int(match[1]) * NUM_PARTS // num_layers + 1} of {NUM_PARTS}"
+
+
+def choose(
+    layers: Sequence[str],
+    num_decoder_layers: int,
+    engine: SwitchedEngine,
+    reference: Reference,
+    progress: Progress = lambda fraction: None,
+) -> Choice:
+    """layers: weights of the Linear layers that `engine` switches, in the order of its switches."""
+    groups = np.array([group_of(weight, num_decoder_layers) for weight in layers])
+    names = sorted(dict.fromkeys(groups.tolist()))
+
+    def measured(is_wide: NDArray[np.bool_]) -> Distance:
+        engine.low_steps = np.where(is_wide, low_step(), 0).astype(np.float32)
+        return reference.distance(engine)
+
+    sixteen, eight = measured(np.ones(len(groups), bool)), measured(np.zeros(len(groups), bool))
+    added = {}
+    for number, name in enumerate(names):
+        added[name] = measured(groups != name).kl - sixteen.kl
+        progress((number + 1) / len(names))
+    wide = wide_groups(added, SHARE_OF_ROUNDING * sixteen.kl)
+    wide_inputs = tuple(weight for weight, group in zip(layers, groups, strict=True) if group in wide)
+    return Choice(sixteen, eight, added, wide, wide_inputs, len(layers))
+
+
+def wide_groups(added_kl: Mapping[str, float], allowed: float) -> tuple[str, ...]:
+    """All but the cheapest groups that together add no more than is allowed. What adds nothing is free."""
+    total, wide = 0.0, []
+    for name, added in sorted(added_kl.items(), key=lambda item: (item[1], item[0])):
+        total += max(added, 0.0)
+        if total > allowed:
+            wide.append(name)
+    return tuple(wide)
+
+
+def _log_probabilities(engine: TargetEngine, text: NDArray[np.int64]) -> Logs:
+    """[T, V] of a prompt read at once into row 0."""
+    count = len(text)
+    row, past, length = np.zeros(1, np.int64), np.zeros(1, np.int64), np.array([count])
+    output = engine.forward(TargetBatch(text, row, past, length, 0, np.arange(count)))
+    logits = np.asarray(output.logits, np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    logs: Logs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+    return logs
