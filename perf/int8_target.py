@@ -3,17 +3,15 @@
     python perf/int8_target.py build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
     python perf/int8_target.py TARGET --calls     # milliseconds of a call, and memory
 
-Against the float32 form, on the packaged prompts that are held out: mean KL, 99th percentile and top-1 agreement of the
-form with eight-bit activations everywhere, with sixteen bits where the build's rule asks for them, with sixteen
-everywhere (what is left then is the rounding of the weights), and with sixteen in one kind of layer, or one decoder
-layer, at a time. Prints Markdown.
+Against the float32 form, on packaged prompts: what eight bits add in each group of layers alone, beside sixteen bits
+everywhere else, and what each group alone in sixteen bits would save; then, on prompts that are held out, the form that
+the build's rule chooses beside eight and sixteen bits everywhere. Prints Markdown.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import resource
 import statistics
 import subprocess
@@ -25,22 +23,30 @@ from pathlib import Path
 
 import numpy as np
 
-from dspark_trt.building.target_form import MAX_ERROR, Distance, Survey, chosen_prompts
+from dspark_trt.building.activation_bits import (
+    NUM_PROMPTS,
+    Distance,
+    Reference,
+    choose,
+    group_of,
+    prompts,
+)
 from dspark_trt.checkpoints.layout import target_shapes
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeSettings, OnnxRuntimeTargetEngine
-from dspark_trt.graphs.target import write_target_graph
+from dspark_trt.engines.onnxruntime.switched import SwitchedTargetEngine
+from dspark_trt.graphs.quantize import low_step
+from dspark_trt.graphs.target import write_switched_graph, write_target_graph
 from dspark_trt.text import TextCodec
 
 LIMITS = EngineLimits(max_requests=32, max_seq_len=512, max_batch_tokens=256)
 ROW_COUNTS = (1, 8, 32)
 CONTEXT_TOKENS = 256
 NUM_CALLS = 15
-_LAYER = re.compile(r"layers\.(\d+)\.(.+)\.weight")
-_EVERYWHERE = "sixteen bits everywhere"
+_EVERYWHERE = "int8, 16 bits everywhere"
 
 
 def write(source: str, folder: Path, precision: Precision, wide_inputs: Iterable[str] = ()) -> None:
@@ -57,54 +63,49 @@ def write(source: str, folder: Path, precision: Precision, wide_inputs: Iterable
     )
 
 
-def kind(weight: str) -> str:
-    match = _LAYER.fullmatch(weight)
-    return "head" if match is None else match[2]
-
-
-def kinds(weights: Iterable[str]) -> dict[str, list[str]]:
-    """Weights by what they are, and by decoder layer."""
-    found: dict[str, list[str]] = {}
-    for weight in weights:
-        found.setdefault(kind(weight), []).append(weight)
-    for weight in weights:
-        if match := _LAYER.fullmatch(weight):
-            found.setdefault(f"layer {match[1]}", []).append(weight)
-    return found
-
-
-def accuracy(source: str, num_threads: int | None) -> None:
-    """Print errors of layers, then distances of forms."""
-    settings = OnnxRuntimeSettings(num_threads=num_threads)
+def accuracy(source: str, num_threads: int | None, num_held_out: int) -> None:
+    """Print what was measured of groups, then distances of forms."""
+    settings, target = OnnxRuntimeSettings(num_threads=num_threads), read_target(source)
+    num_decoder_layers = target.spec.decoder.num_layers
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_tokenizer(source, folder / "tokenizer")
         encode = TextCodec.load(folder / "tokenizer").encode_prompt
-        (folder / "survey").mkdir()
-        survey = Survey(read_target(source), folder / "survey", settings)
-        errors = survey.errors(encode, chosen_prompts("fit"))
-        print("| weight | relative error of eight bits |\n|---|---|")
-        for weight, error in sorted(errors.items(), key=lambda item: -item[1])[:20]:
-            print(f"| {weight} | {error:.3f} |")
-        by_kind = {name: [errors[each] for each in weights] for name, weights in kinds(errors).items()}
-        print("\n| kind | median | largest |\n|---|---|---|")
-        for name, values in by_kind.items():
-            print(f"| {name} | {statistics.median(values):.4f} | {max(values):.4f} |")
+        for name in ("exact", "switched"):
+            (folder / name).mkdir()
+        write(source, folder / "exact", "fp32")
+        exact = OnnxRuntimeTargetEngine(folder / "exact", settings)
+        fit = Reference(prompts(encode, "fit"), exact)
+        held_out = Reference(prompts(encode, "held_out", num_prompts=num_held_out), exact)
+        del exact
+        layers = write_switched_graph(target, folder / "switched", limits=LIMITS, gamma=1)
+        engine = SwitchedTargetEngine(folder / "switched", len(layers), settings)
+        choice = choose(layers, num_decoder_layers, engine, fit)
+        groups = np.array([group_of(weight, num_decoder_layers) for weight in layers])
+
+        def steps(is_wide: object) -> None:
+            engine.low_steps = np.where(is_wide, low_step(), 0).astype(np.float32)
+
+        print("| group | KL that eight bits add | bits chosen |\n|---|---|---|")
+        for name, added in choice.added_kl.items():
+            print(f"| {name} | {added:+.5f} | {16 if name in choice.wide_groups else 8} |")
+        print("\n| form, held-out prompts | layers of 16 bits | KL | 99 % | top-1 agreement |\n|---|---|---|---|---|")
         forms = {
-            "eight bits everywhere": [],
-            f"the rule, above {MAX_ERROR}": [weight for weight, error in errors.items() if error > MAX_ERROR],
-            _EVERYWHERE: list(errors),
-            **{f"sixteen in {name}": weights for name, weights in kinds(errors).items()},
+            "8 bits everywhere": np.zeros(len(layers), bool),
+            "16 bits everywhere": np.ones(len(layers), bool),
+            "chosen": np.isin(layers, choice.wide_inputs),
+            **{f"16 bits in {place} alone": np.char.startswith(groups, place) for place in places(choice.added_kl)},
         }
-        print("\n| form | layers of sixteen bits | KL | 99 % | top-1 agreement |\n|---|---|---|---|---|")
-        for number, (name, wide_inputs) in enumerate(forms.items()):
-            place = folder / str(number)
-            place.mkdir()
-            write(source, place, "int8", wide_inputs)
-            found = survey.distance(OnnxRuntimeTargetEngine(place, settings), encode, chosen_prompts("held_out"))
-            print(f"| {name} | {len(wide_inputs)} | {_of(found)} |", flush=True)
-            for file in place.iterdir():
-                file.unlink()
+        for name, is_wide in forms.items():
+            steps(is_wide)
+            found = held_out.distance(engine)
+            print(f"| {name} | {is_wide.sum()} of {len(layers)} | {_of(found)} |", flush=True)
+        print(f"\n{found.num_tokens} positions")
+
+
+def places(groups: Iterable[str]) -> list[str]:
+    """Where groups read, whatever their part of the stack."""
+    return list(dict.fromkeys(group.split(",")[0] for group in groups))
 
 
 def _of(found: Distance) -> str:
@@ -137,12 +138,17 @@ def costs(source: str, num_threads: int | None) -> None:
     """Print milliseconds of a call and memory of each precision, each in a process of its own."""
     print(f"| form | {' | '.join(f'ms at {count}' for count in ROW_COUNTS)} | peak MB |")
     print(f"|{'---|' * (len(ROW_COUNTS) + 2)}")
-    precisions: dict[str, Precision] = {"fp32": "fp32", "int8": "int8", _EVERYWHERE: "int8", "int4": "int4"}
+    precisions: dict[str, Precision] = {
+        "fp32": "fp32",
+        "int8, 8 bits everywhere": "int8",
+        _EVERYWHERE: "int8",
+        "int4": "int4",
+    }
     with tempfile.TemporaryDirectory() as scratch:
         for name, precision in precisions.items():
             place = Path(scratch) / precision
             place.mkdir(exist_ok=True)
-            write(source, place, precision, layout_names(source) if name == _EVERYWHERE else ())
+            write(source, place, precision, weight_names(source) if name == _EVERYWHERE else ())
             command = [sys.executable, __file__, str(place), "--opened"]
             if num_threads is not None:
                 command += ["--threads", str(num_threads)]
@@ -151,7 +157,7 @@ def costs(source: str, num_threads: int | None) -> None:
             print(f"| {name} | {times} | {found['megabytes']:.0f} |", flush=True)
 
 
-def layout_names(source: str) -> list[str]:
+def weight_names(source: str) -> list[str]:
     """Every weight of the target."""
     return list(target_shapes(read_target(source).spec))
 
@@ -161,6 +167,7 @@ def main() -> None:
     parser.add_argument("target", help="a checkpoint")
     parser.add_argument("--calls", action="store_true", help="time calls and look at memory instead")
     parser.add_argument("--opened", action="store_true", help="TARGET is a folder of graphs; time it, print JSON")
+    parser.add_argument("--held-out", type=int, default=5 * NUM_PROMPTS, help="prompts that forms are compared on")
     parser.add_argument("--threads", type=int, help="of the engine; default: every core")
     given = parser.parse_args()
     if given.opened:
@@ -168,7 +175,7 @@ def main() -> None:
     elif given.calls:
         costs(given.target, given.threads)
     else:
-        accuracy(given.target, given.threads)
+        accuracy(given.target, given.threads, given.held_out)
 
 
 if __name__ == "__main__":

@@ -86,11 +86,13 @@ class Choice:
     num_layers: int
 
 
-def prompts(encode: Callable[[str], Sequence[int]], split: str, most: int = MAX_TOKENS) -> list[NDArray[np.int64]]:
-    """Token ids of packaged prompts of that split, the kinds in turn."""
+def prompts(
+    encode: Callable[[str], Sequence[int]], split: str, most: int = MAX_TOKENS, num_prompts: int = NUM_PROMPTS
+) -> list[NDArray[np.int64]]:
+    """Token ids [T] of packaged prompts of that split, `most` of each at most, the kinds in turn."""
     every = packaged_prompts()
     order = sorted(range(len(every)), key=lambda index: (index % 40, index))
-    texts = [every[index].prompt for index in order if every[index].split == split][:NUM_PROMPTS]
+    texts = [every[index].prompt for index in order if every[index].split == split][:num_prompts]
     return [np.array(tokens[:most], np.int64) for tokens in map(encode, texts) if len(tokens)]
 
 
