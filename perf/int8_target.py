@@ -3,9 +3,9 @@
     python perf/int8_target.py build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
     python perf/int8_target.py TARGET --calls     # milliseconds of a call, and memory
 
-Against the float32 form, on packaged prompts: what eight bits add in each group of layers alone, beside sixteen bits
-everywhere else, and what each group alone in sixteen bits would save; then, on prompts that are held out, the form that
-the build's rule chooses beside eight and sixteen bits everywhere. Prints Markdown.
+Against the float32 form, on packaged prompts: what eight bits add in each activation alone, beside sixteen bits
+everywhere else; then, on prompts that are held out, the form that the build's rule chooses beside eight and sixteen
+bits everywhere. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from dspark_trt.building.activation_bits import (
     Distance,
     Reference,
     choose,
-    group_of,
     prompts,
 )
 from dspark_trt.checkpoints.layout import target_shapes
@@ -66,7 +65,6 @@ def write(source: str, folder: Path, precision: Precision, wide_inputs: Iterable
 def accuracy(source: str, num_threads: int | None, num_held_out: int) -> None:
     """Print what was measured of groups, then distances of forms."""
     settings, target = OnnxRuntimeSettings(num_threads=num_threads), read_target(source)
-    num_decoder_layers = target.spec.decoder.num_layers
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         write_tokenizer(source, folder / "tokenizer")
@@ -80,32 +78,21 @@ def accuracy(source: str, num_threads: int | None, num_held_out: int) -> None:
         del exact
         layers = write_switched_graph(target, folder / "switched", limits=LIMITS, gamma=1)
         engine = SwitchedTargetEngine(folder / "switched", len(layers), settings)
-        choice = choose(layers, num_decoder_layers, engine, fit)
-        groups = np.array([group_of(weight, num_decoder_layers) for weight in layers])
-
-        def steps(is_wide: object) -> None:
-            engine.low_steps = np.where(is_wide, low_step(), 0).astype(np.float32)
-
-        print("| group | KL that eight bits add | bits chosen |\n|---|---|---|")
-        for name, added in choice.added_kl.items():
-            print(f"| {name} | {added:+.5f} | {16 if name in choice.wide_groups else 8} |")
+        choice = choose(layers, engine, fit)
+        print("| activation | KL that eight bits add | bits chosen |\n|---|---|---|")
+        for name, added in sorted(choice.added_kl.items(), key=lambda item: -item[1]):
+            print(f"| {name} | {added:+.5f} | {16 if name in choice.wide else 8} |")
         print("\n| form, held-out prompts | layers of 16 bits | KL | 99 % | top-1 agreement |\n|---|---|---|---|---|")
         forms = {
             "8 bits everywhere": np.zeros(len(layers), bool),
             "16 bits everywhere": np.ones(len(layers), bool),
             "chosen": np.isin(layers, choice.wide_inputs),
-            **{f"16 bits in {place} alone": np.char.startswith(groups, place) for place in places(choice.added_kl)},
         }
         for name, is_wide in forms.items():
-            steps(is_wide)
+            engine.low_steps = np.where(is_wide, low_step(), 0).astype(np.float32)
             found = held_out.distance(engine)
             print(f"| {name} | {is_wide.sum()} of {len(layers)} | {_of(found)} |", flush=True)
         print(f"\n{found.num_tokens} positions")
-
-
-def places(groups: Iterable[str]) -> list[str]:
-    """Where groups read, whatever their part of the stack."""
-    return list(dict.fromkeys(group.split(",")[0] for group in groups))
 
 
 def _of(found: Distance) -> str:

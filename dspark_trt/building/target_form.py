@@ -67,7 +67,6 @@ def write_target(context: Context, folder: Path, progress: Progress) -> None:
         layers = write_switched_graph(context.target, switched, limits=limits, gamma=gamma)
         choice = choose(
             layers,
-            context.target.spec.decoder.num_layers,
             SwitchedTargetEngine(switched, len(layers), settings),
             fit,
             lambda fraction: progress(0.2 + 0.6 * fraction),
@@ -82,12 +81,13 @@ def write_target(context: Context, folder: Path, progress: Progress) -> None:
 def described(report: dict[str, Any]) -> str:
     """target_form.json in a line."""
     found, wide = report["distance_from_float32"], report["sixteen_bits"]
-    names = ", ".join(sorted({group.split(",")[0] for group in wide}))
+    counts = f"{report['num_wide_layers']} of {report['num_layers']} Linear layers"
+    needed = f" (above all {'; '.join(wide[-3:])})" if wide else ""  # they are in the order of their need
+    kl, before = found["kl"], report["eight_bits_everywhere"]["kl"]
+    agreement = f"{100 * found['top1_agreement']:.1f} % of {found['num_tokens']} positions of held-out prompts"
     return (
-        f"{report['num_wide_layers']} of {report['num_layers']} Linear layers read activations of 16 bits"
-        f"{f' ({names})' if names else ''}, the others of 8; KL against float32 {found['kl']:.4f} (8 bits everywhere "
-        f"{report['eight_bits_everywhere']['kl']:.4f}), same first token at {100 * found['top1_agreement']:.1f} % of "
-        f"{found['num_tokens']} positions of held-out prompts"
+        f"{counts} read activations of 16 bits{needed}, the others of 8; KL against float32 {kl:.4f} (8 bits "
+        f"everywhere {before:.4f}), the same most likely token at {agreement}"
     )
 
 
@@ -111,7 +111,7 @@ def _report(choice: Choice, found: Distance) -> dict[str, Any]:
         "precision": "int8",
         "num_layers": choice.num_layers,
         "num_wide_layers": len(choice.wide_inputs),
-        "sixteen_bits": list(choice.wide_groups),
+        "sixteen_bits": list(choice.wide),
         "distance_from_float32": _rounded(found),
         "share_of_rounding": SHARE_OF_ROUNDING,
         "sixteen_bits_everywhere": _rounded(choice.sixteen_everywhere),
