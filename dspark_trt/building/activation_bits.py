@@ -2,9 +2,9 @@
 
 Rounding the weights to eight bits costs some divergence from float32 in any case. Eight bits for an activation, too,
 may add SHARE_OF_ROUNDING of that, all layers together. Those that read the same activation are judged as one. What each
-adds alone is measured on packaged prompts, beside sixteen bits everywhere else; the cheapest get eight bits as long as
-their sum allows. A layer's own error would not do: of SmolLM2 the value projections have the largest, and next to none
-of it reaches the logits.
+adds alone, beside sixteen bits everywhere else, is measured on packaged prompts and gives the order. Then it is
+measured how many of the cheapest can have eight bits together, since together they add more than the sum. A layer's own
+error would not do: of SmolLM2 the value projections have the largest, and next to none of it reaches the logits.
 """
 
 from __future__ import annotations
@@ -124,19 +124,28 @@ def choose(
     for number, name in enumerate(names):
         added[name] = measured(activations != name).kl - sixteen.kl
         progress((number + 1) / len(names))
-    wide = wide_activations(added, SHARE_OF_ROUNDING * sixteen.kl)
+    order = sorted(names, key=lambda name: (added[name], name))
+    allowed = (1 + SHARE_OF_ROUNDING) * sixteen.kl
+    wide = tuple(
+        order[most_within(len(order), allowed, lambda count: measured(~np.isin(activations, order[:count])).kl) :]
+    )
     wide_inputs = tuple(weight for weight in layers if activation_of(weight) in wide)
     return Choice(sixteen, eight, added, wide, wide_inputs, len(layers))
 
 
-def wide_activations(added_kl: Mapping[str, float], allowed: float) -> tuple[str, ...]:
-    """All but the cheapest that together add no more than is allowed. What adds nothing is free."""
-    total, wide = 0.0, []
-    for name, added in sorted(added_kl.items(), key=lambda item: (item[1], item[0])):
-        total += max(added, 0.0)
-        if total > allowed:
-            wide.append(name)
-    return tuple(wide)
+def most_within(num_activations: int, allowed: float, kl_of: Callable[[int], float]) -> int:
+    """How many of the cheapest activations can have eight bits together: `kl_of` so many is within what is allowed.
+
+    By bisection, for none (which is allowed) and up to all of them.
+    """
+    fewest, most = 0, num_activations
+    while fewest < most:
+        count = (fewest + most + 1) // 2
+        if kl_of(count) <= allowed:
+            fewest = count
+        else:
+            most = count - 1
+    return fewest
 
 
 def _log_probabilities(engine: TargetEngine, text: NDArray[np.int64]) -> Logs:

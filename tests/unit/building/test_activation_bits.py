@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from dspark_trt.building.activation_bits import Reference, activation_of, choose, wide_activations
+from dspark_trt.building.activation_bits import Reference, activation_of, choose, most_within
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.onnxruntime.switched import SwitchedTargetEngine
@@ -48,7 +48,7 @@ def test_an_outlier_gets_sixteen_bits_and_what_is_harmless_does_not(tmp_path: Pa
     engine.low_steps = np.where(np.isin(layers, choice.wide_inputs), low_step(), 0).astype(np.float32)
     found = reference.distance(engine)
     assert found.kl < 0.5 * choice.eight_everywhere.kl
-    assert found.kl < 2 * choice.sixteen_everywhere.kl
+    assert found.kl <= 1.501 * choice.sixteen_everywhere.kl
 
 
 def test_a_switched_target_has_exactly_the_logits_of_either_form(tmp_path: Path) -> None:
@@ -61,9 +61,16 @@ def test_a_switched_target_has_exactly_the_logits_of_either_form(tmp_path: Path)
         np.testing.assert_array_equal(engine.forward(step.batch).logits, written.forward(step.batch).logits)
 
 
-@pytest.mark.parametrize(("allowed", "wide"), [(0.0, ("b", "d", "a")), (0.011, ("d", "a")), (0.031, ("a",)), (1.0, ())])
-def test_the_cheapest_get_eight_bits_as_long_as_their_sum_allows(allowed: float, wide: tuple[str, ...]) -> None:
-    assert wide_activations({"a": 0.1, "b": 0.01, "c": -0.5, "d": 0.02}, allowed) == wide
+@pytest.mark.parametrize(("allowed", "most"), [(0.0, 0), (1.0, 1), (24.9, 4), (100.0, 10), (1e9, 10)])
+def test_as_many_get_eight_bits_as_are_within_the_limit_together(allowed: float, most: int) -> None:
+    asked = []
+
+    def kl_of(count: int) -> float:
+        asked.append(count)
+        return float(count**2)
+
+    assert most_within(10, allowed, kl_of) == most
+    assert len(asked) <= 4
 
 
 def test_layers_that_read_the_same_are_one_activation() -> None:
