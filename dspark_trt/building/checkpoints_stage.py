@@ -8,7 +8,7 @@ from typing import Any
 
 from dspark_trt.building.context import Context
 from dspark_trt.building.trial import try_text
-from dspark_trt.checkpoints.layout import check_finite
+from dspark_trt.checkpoints.checks import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer
@@ -36,7 +36,7 @@ def checkpoint_settings(context: Context) -> dict[str, Any]:
     if context.recipe.has_drafter_model:
         settings["num_drafts"] = context.recipe.num_drafts
     else:
-        settings["lookup_drafts"] = context.recipe.lookup_drafts
+        settings |= {"drafter": context.recipe.without_model, "lookup_drafts": context.recipe.lookup_drafts}
     return settings
 
 

@@ -19,6 +19,7 @@ from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims
 from dspark_trt.contract.drafter_form import LOWEST
+from dspark_trt.graphs.attention_gqa import score_attributes
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
@@ -83,6 +84,7 @@ class _GqaSlot:
             domain=CONTRIB_DOMAIN,
             num_heads=spec.num_heads,
             kv_num_heads=spec.num_kv_heads,
+            **score_attributes(spec, layer),
         )
         return _of_requests(builder, spec, attended)
 
@@ -126,7 +128,7 @@ class StandardSlots:
         slots = self._slots[layer]
         slots.append((self._heads(key, 1), self._heads(value, 1)))
         keys, values = (builder.op("Concat", *(slot[which] for slot in slots), axis=2) for which in (0, 1))
-        scale = self._constant(spec.head_dim**-0.5)
+        scale = self._constant(spec.score_scale_of(layer))
         queries = builder.op("Mul", self._heads(query, spec.num_heads // spec.num_kv_heads), scale)  # [B, K, Q, H]
         of_context = self._scores(queries, bindings.key_cache(bindings.CONTEXT, layer))
         of_context = builder.op("Where", self._is_context, of_context, self._constant(LOWEST[dims.element_type]))

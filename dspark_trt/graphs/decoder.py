@@ -61,11 +61,15 @@ class DecoderParts:
         with self._builder.scope(f"layers.{layer}"):
             normed = self.norm(x, f"layers.{layer}.input_layernorm")
             attended = attention.attend(layer, self.query_key(layer, normed), self.value(layer, normed))
-            if self._spec.gemma is not None:
-                return self._gemma_halves(layer, x, attended)
-            x = self._builder.op("Add", x, self.attention_output(layer, attended))
-            mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm"))
-            return self._builder.op("Add", x, mlp)
+            return self.layer_output(layer, x, attended)
+
+    def layer_output(self, layer: int, x: str, attended: str) -> str:
+        """What the layer makes of its residual stream [T, D], once attention [T, N * H] is there: [T, D]."""
+        if self._spec.gemma is not None:
+            return self._gemma_halves(layer, x, attended)
+        x = self._builder.op("Add", x, self.attention_output(layer, attended))
+        mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm"))
+        return self._builder.op("Add", x, mlp)
 
     def _gemma_halves(self, layer: int, x: str, attended: str) -> str:
         """Both halves of a layer, each with a norm before and behind, and the scale of the layer's output."""
@@ -76,6 +80,10 @@ class DecoderParts:
         x = self._builder.op("Add", x, self.norm(mlp, f"{name}.post_feedforward_layernorm"))
         scale = self._builder.initializer(self._source.tensor(f"{name}.layer_scalar", self._numbers.model))
         return self._builder.op("Mul", x, scale)
+
+    def linear(self, x: str, weight: str) -> str:
+        """A product with a matrix that is not of a layer, without a bias."""
+        return self._linear(x, weight)
 
     def norm(self, x: str, module: str, *, source: FloatType | None = None) -> str:
         """RMS norm over the last dimension, computed in float32, of `x` in the nominal type `source` (None:

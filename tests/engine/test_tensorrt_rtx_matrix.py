@@ -1,4 +1,4 @@
-"""TensorRT-RTX compiles every graph ahead of time for four GPU architectures at once, on a machine without a GPU.
+"""TensorRT-RTX compiles every graph ahead of time, on a machine without a GPU; one pair for four architectures at once.
 
 What is shown: parsing without a warning, layer types, types and shapes, code for every architecture in the engine. What
 is not: that an engine runs, for which RTX wants a driver.
@@ -20,11 +20,12 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from tests.engine.test_mtp import write_mimo
 from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_drafter, write_target
-from tests.support.gemma4 import write_gemma_drafter, write_gemma_target
-from tests.support.rtx_graphs import Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
+from tests.support.gemma4 import write_gemma_drafter, write_gemma_eagle3, write_gemma_target
+from tests.support.rtx_graphs import SMS, Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
 from tests.support.transformers_targets import NO_KEYS_OF_A_DRAFTER, write_by_transformers
 
 TWO_DRAFTS = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 2}]}}
@@ -61,6 +62,14 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return export(target, drafter, folder / "graphs", EngineLimits(3, 48, 16), case.precision)
 
 
+def test_one_engine_holds_code_for_four_architectures(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", layers=3, hidden=64)
+    drafter = write_drafter(tmp_path / "drafter", target, layers=2)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, sms=SMS)
+    check_compiled(facts, pair, tmp_path / "engines", use_plugins=True)
+
+
 @pytest.mark.parametrize("use_plugins", [True, False], ids=["plugins", "bodies"])
 def test_every_head_compiles(tiny: Pair, use_plugins: bool, tmp_path: Path) -> None:
     facts = compile_pair(tiny, tmp_path / "engines", use_plugins=use_plugins)
@@ -87,6 +96,17 @@ def test_a_mask_first_block_with_a_window_and_fewer_ids_compiles(tmp_path: Path)
     assert facts[bindings.DRAFT_GRAPH].warnings == ()
 
 
+def test_a_block_with_attention_sinks_compiles(tmp_path: Path) -> None:
+    """No attention of TensorRT has sinks: these layers are products of matrices."""
+    target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
+    drafter = write_dialect(tmp_path / "drafter", target, "nemotron", layers=2, layer_ids=(0, 1), block_size=8)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.DRAFT_GRAPH], sms=(89,))
+    counts = {"KV_CACHE_UPDATE": 4, "PLUGIN_V3": 1, "ROTARY_EMBEDDING": 2}
+    assert counted_layers(facts) == {bindings.DRAFT_GRAPH: counts}
+    assert facts[bindings.DRAFT_GRAPH].warnings == ()
+
+
 def test_a_target_with_experts_and_windows_compiles(tmp_path: Path) -> None:
     """An MLP in layer 0, experts in their plain form above, and no layer sees farther than its window."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "moe_intermediate_size": 32}
@@ -95,7 +115,7 @@ def test_a_target_with_experts_and_windows_compiles(tmp_path: Path) -> None:
     target = write_by_transformers(tmp_path / "target", "qwen3_moe", **sizes, **experts, **windows)
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH], sms=(89,))
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH])
     counts = {"ATTENTION_INPUT": 6, "ATTENTION_OUTPUT": 6, "KV_CACHE_UPDATE": 12, "ROTARY_EMBEDDING": 3}
     assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
     assert facts[bindings.TARGET_GRAPH].warnings == ()
@@ -109,7 +129,7 @@ def test_gemma4_with_the_heads_of_its_12b_model_compiles(tmp_path: Path) -> None
     target = write_gemma_target(tmp_path / "target", layer_types=types, **sizes, **heads)
     drafter = write_gemma_drafter(tmp_path / "drafter", target, taps=(0,), layers=1)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH], sms=(89,))
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH])
     counts = {"ATTENTION_INPUT": 2, "ATTENTION_OUTPUT": 2, "KV_CACHE_UPDATE": 8, "ROTARY_EMBEDDING": 2}
     assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
     assert facts[bindings.TARGET_GRAPH].warnings == ()
@@ -124,12 +144,31 @@ def test_graphs_of_an_eagle3_drafter_compile(tmp_path: Path) -> None:
     )
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
     graphs = [bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH]
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=graphs, sms=(89,))
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=graphs)
     assert counted_layers(facts) == {
         bindings.INGEST_GRAPH: {"KV_CACHE_UPDATE": 2, "ROTARY_EMBEDDING": 1},
         bindings.DRAFT_GRAPH: {"PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2},
     }
     assert [facts[graph].warnings for graph in graphs] == [(), ()]
+
+
+@pytest.mark.parametrize("form", ["DART", "MTP", "Gemma 4"])
+def test_graphs_of_other_drafters_of_one_layer_compile(form: str, tmp_path: Path) -> None:
+    if form == "DART":
+        target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
+        taps = {"target_layer_ids": [0, 1, 2], "draft_length": 1}
+        drafter = write_eagle3(tmp_path / "drafter", target, "dart", extra=taps)
+    elif form == "MTP":
+        target = drafter = write_mimo(tmp_path / "target", hidden_size=64)
+    else:
+        target = write_gemma_target(tmp_path / "target", hidden_size=64, num_attention_heads=4, global_head_dim=64)
+        drafter = write_gemma_eagle3(tmp_path / "drafter", target, ttt_length=2)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.DRAFT_GRAPH], sms=(89,))
+    num_slots = pair.drafter.gamma
+    found = counted_layers(facts)[bindings.DRAFT_GRAPH]
+    assert (found["PLUGIN_V3"], found["ROTARY_EMBEDDING"]) == (num_slots, num_slots), "a draw and a rotation a slot"
+    assert facts[bindings.DRAFT_GRAPH].warnings == ()
 
 
 def check_compiled_elsewhere(pair: Pair, folder: Path, *, use_plugins: bool, names: Sequence[str] = GRAPHS) -> None:
