@@ -3,9 +3,9 @@
     python perf/int8_target.py build/downloads/SmolLM2-135M-Instruct.Q4_1.gguf
     python perf/int8_target.py TARGET --calls     # milliseconds of a call, and memory
 
-Against the float32 form, on packaged prompts: what eight bits add in each activation alone, beside sixteen bits
-everywhere else; then, on prompts that are held out, the form that the build's rule chooses beside eight and sixteen
-bits everywhere. Prints Markdown.
+On packaged prompts: how far eight bits in each activation alone take the logits from those of sixteen bits everywhere;
+then, against the float32 form and on prompts that are held out, the form that the build's rule chooses, beside eight
+and sixteen bits everywhere. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ def accuracy(source: str, num_threads: int | None, num_held_out: int) -> None:
         layers = write_switched_graph(target, folder / "switched", limits=LIMITS, gamma=1)
         engine = SwitchedTargetEngine(folder / "switched", len(layers), settings)
         choice = choose(layers, engine, fit)
-        print("| activation | KL that eight bits add | bits chosen |\n|---|---|---|")
+        print("| activation | KL of eight bits in it alone | bits chosen |\n|---|---|---|")
         for name, added in sorted(choice.added_kl.items(), key=lambda item: -item[1]):
             print(f"| {name} | {added:+.5f} | {16 if name in choice.wide else 8} |")
         print("\n| form, held-out prompts | layers of 16 bits | KL | 99 % | top-1 agreement |\n|---|---|---|---|---|")
@@ -107,7 +108,7 @@ def calls(graphs: Path, num_threads: int | None) -> dict[str, float]:
         rows = np.arange(count)
         past, one = np.full(count, CONTEXT_TOKENS), np.ones(count, np.int64)
         batch = TargetBatch(rows, rows, past, one, count, rows)
-        found[f"ms_{count}"] = _median_ms(lambda batch=batch: engine.forward(batch))
+        found[f"ms_{count}"] = _median_ms(partial(engine.forward, batch))
     found["megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     return found
 

@@ -1,10 +1,11 @@
 """Chooses which Linear layers of an int8 target read activations of sixteen bits: two rows of eight, integers as well.
 
 Rounding the weights to eight bits costs some divergence from float32 in any case. Eight bits for an activation, too,
-may add SHARE_OF_ROUNDING of that, all layers together. Those that read the same activation are judged as one. What each
-adds alone, beside sixteen bits everywhere else, is measured on packaged prompts and gives the order. Then it is
-measured how many of the cheapest can have eight bits together, since together they add more than the sum. A layer's own
-error would not do: of SmolLM2 the value projections have the largest, and next to none of it reaches the logits.
+may add SHARE_OF_ROUNDING of that, all layers together. Those that read the same activation are judged as one. How far
+each alone takes the logits from those of sixteen bits everywhere is measured on packaged prompts and gives the order:
+not how far from float32, where it can cancel some of the rounding by chance. Then it is measured how many of the
+cheapest can have eight bits together. A layer's own error would not do: of SmolLM2 the value projections have the
+largest, and next to none of it reaches the logits.
 """
 
 from __future__ import annotations
@@ -50,11 +51,15 @@ class Distance:
 
 
 class Reference:
-    """What the float32 form of a target says of some prompts."""
+    """What one form of a target says of some prompts; distances are those from it."""
 
     def __init__(self, texts: Sequence[NDArray[np.int64]], engine: TargetEngine) -> None:
         self._texts = texts
         self._logs = [_log_probabilities(engine, text) for text in texts]
+
+    def of(self, engine: TargetEngine) -> Reference:
+        """What another form says of the same prompts."""
+        return Reference(self._texts, engine)
 
     def distance(self, engine: TargetEngine) -> Distance:
         """Of the same target in another form."""
@@ -80,7 +85,7 @@ class Choice:
 
     sixteen_everywhere: Distance
     eight_everywhere: Distance
-    added_kl: Mapping[str, float]  # by eight bits in one activation alone
+    added_kl: Mapping[str, float]  # of eight bits in one activation alone from sixteen everywhere
     wide: tuple[str, ...]  # activations of sixteen bits
     wide_inputs: tuple[str, ...]  # the weights that read them, in the graph's order
     num_layers: int
@@ -115,14 +120,15 @@ def choose(
     activations = np.array([activation_of(weight) for weight in layers])
     names = list(dict.fromkeys(activations.tolist()))
 
-    def measured(is_wide: NDArray[np.bool_]) -> Distance:
+    def measured(is_wide: NDArray[np.bool_], against: Reference = reference) -> Distance:
         engine.low_steps = np.where(is_wide, low_step(), 0).astype(np.float32)
-        return reference.distance(engine)
+        return against.distance(engine)
 
-    sixteen, eight = measured(np.ones(len(layers), bool)), measured(np.zeros(len(layers), bool))
+    eight, sixteen = measured(np.zeros(len(layers), bool)), measured(np.ones(len(layers), bool))
+    own = reference.of(engine)
     added = {}
     for number, name in enumerate(names):
-        added[name] = measured(activations != name).kl - sixteen.kl
+        added[name] = measured(activations != name, own).kl
         progress((number + 1) / len(names))
     order = sorted(names, key=lambda name: (added[name], name))
     allowed = (1 + SHARE_OF_ROUNDING) * sixteen.kl
