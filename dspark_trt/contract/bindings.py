@@ -26,12 +26,13 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | positions | int64 [T] | this and what follows: where there are caches |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
 | | context.tokens, .past_lengths, .query_lengths | int64 | other attention: a row group |
-| draft | anchor_ids, past_lengths | int64 [R] | |
-| | row_states | float [R, X] | where rows have a state: that of the row's last ingested position |
+| draft | anchor_ids | int64 [R] | |
 | | temperatures, uniforms | float32 [R], [R, G] | |
+| | past_lengths | int64 [R] | this and what follows, but for row_states: where there are caches |
 | | block_rows | int64 [R] | the request's row within the range |
 | | row_requests | int64 [B] | the request of each row of the range; any for a row without request |
 | | row_query_lengths | int64 [B] | 1 for a row with a request, 0 for one without |
+| | row_states | float [R, X] | where rows have a state: that of the row's last ingested position |
 | model | token_ids, positions | int64 [T] | what is ingested, anchors, drafts, mask tokens |
 | | logit_rows | int64 [L] | packed indices that are drafted from |
 | | padded_indices | int64 [T] | as of the target |
@@ -51,6 +52,10 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | select | | inputs and outputs of `dspark::PrefixSelect`, by their names (see its README) |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 | draft | {cache}.slot_{j} | the same instead of it, after each slot but the last, where slots are drafted in turn |
+| draft | last_states | float [R, X]: where a call makes one slot, the state that the next slot starts from |
+
+Where slots are drafted in turn with `standard` attention, a call of the draft graph makes one slot (G = 1 above): the
+next call takes its draft for the anchor, last_states for row_states, and one position more for past_lengths.
 """
 
 from __future__ import annotations
@@ -136,6 +141,11 @@ def value_cache(group: str, layer: int) -> str:
     return f"{group}.value_cache.{layer}"
 
 
+def is_cache(name: str) -> bool:
+    """Whether an input or output is a part of the KV memory."""
+    return "_cache." in name
+
+
 def cache_output(cache: str) -> str:
     return f"{cache}.out"
 
@@ -214,34 +224,57 @@ def _row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
     return (Binding(name, dims.element_type, ("R", width)),) if width else ()
 
 
-def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+def block_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    """What there is to say of the blocks of gamma drafts, whatever a family's graph reads of it."""
+    return (*_draws(dims.gamma), *_rows_of_blocks())
+
+
+def _draws(num_slots: int) -> tuple[Binding, ...]:
     return (
         Binding(ANCHOR_IDS, "int64", ("R",)),
-        Binding(PAST_LENGTHS, "int64", ("R",)),
         Binding(TEMPERATURES, "float32", ("R",)),
-        Binding(UNIFORMS, "float32", ("R", dims.gamma)),
-        *_row_states(ROW_STATES, dims),
+        Binding(UNIFORMS, "float32", ("R", num_slots)),
+    )
+
+
+def _rows_of_blocks() -> tuple[Binding, ...]:
+    return (
+        Binding(PAST_LENGTHS, "int64", ("R",)),
         Binding(BLOCK_ROWS, "int64", ("R",)),
         Binding(ROW_REQUESTS, "int64", (f"B_{CONTEXT}",)),
         Binding(ROW_QUERY_LENGTHS, "int64", (f"B_{CONTEXT}",)),
+    )
+
+
+def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    return (
+        *_draws(dims.slots_of_call),
+        *(_rows_of_blocks() if dims.cache.num_layers else ()),
+        *_row_states(ROW_STATES, dims),
         *caches(CONTEXT, dims),
     )
 
 
 def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
     """Every output of a draft graph that is the memory of `cache`."""
-    if dims.is_sequential:
-        if dims.attention == "standard":
-            return ()  # slots stay in the graph, which only reads the caches
+    if dims.is_sequential and not dims.is_slot_by_slot:
         return (cache_output(cache), *(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1)))
     return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
 
 
+def drafts(dims: DrafterDims, num_slots: int) -> tuple[Binding, ...]:
+    """Of num_slots of each request."""
+    return (
+        Binding(DRAFT_IDS, "int64", ("R", num_slots)),
+        Binding(DRAFT_LOGITS, "float32", ("R", num_slots, dims.vocab_size)),
+        Binding(CONFIDENCE_LOGITS, "float32", ("R", num_slots)),
+    )
+
+
 def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
     return (
-        Binding(DRAFT_IDS, "int64", ("R", dims.gamma)),
-        Binding(DRAFT_LOGITS, "float32", ("R", dims.gamma, dims.vocab_size)),
-        Binding(CONFIDENCE_LOGITS, "float32", ("R", dims.gamma)),
+        *drafts(dims, dims.slots_of_call),
+        *(_row_states(LAST_STATES, dims) if dims.is_slot_by_slot else ()),
         *(
             Binding(output, cache.element_type, cache.shape)
             for cache in caches(CONTEXT, dims)

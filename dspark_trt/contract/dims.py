@@ -105,6 +105,33 @@ class DrafterDims:
         """Positions of a block of gamma drafts."""
         return self.gamma + self.is_mask_first
 
+    @property
+    def is_slot_by_slot(self) -> bool:
+        """Whether a call of the draft graph makes one slot: a compiler for devices updates a cache once in a graph."""
+        return self.is_sequential and self.attention == "standard"
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether a device makes the slots of a block by one call after the other."""
+        is_language_model = self.ingested_ids == "token"
+        return self.is_slot_by_slot or (is_language_model and self.mask_token_id is None)
+
+    @property
+    def slots_of_call(self) -> int:
+        """Drafts of each request that one call of the draft graph makes."""
+        return 1 if self.is_slot_by_slot else self.gamma
+
+    @property
+    def num_masks(self) -> int:
+        """Behind each anchor of a language model's block, at most."""
+        return 0 if self.mask_token_id is None else self.gamma - 1
+
+    @property
+    def longest_pass(self) -> int:
+        """Positions of a row that a language model reads in the first pass of a block, at most: what a verification
+        committed, the anchor, and masks behind it."""
+        return self.gamma + 2 + self.num_masks
+
 
 def target_dims(
     spec: TargetSpec,
@@ -136,8 +163,8 @@ def drafter_dims(
     behind = spec.block_length
     if attention == "standard":
         behind = max(behind, limits.max_batch_tokens)
-    if attention == "gqa":  # a chunk and a block in one call
-        behind += limits.max_batch_tokens
+    if isinstance(spec, LanguageModelSpec):  # a chunk and a block in one call
+        behind = spec.block_length + limits.max_batch_tokens
     return DrafterDims(
         limits,
         _cache(spec.decoder, limits, limits.max_seq_len + behind, attention),

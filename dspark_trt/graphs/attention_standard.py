@@ -16,6 +16,8 @@ group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from dspark_trt_plugins.row_attention.form import RowAttentionForm
 from dspark_trt_plugins.row_attention.function_body import row_attention_function, row_attention_node
@@ -31,14 +33,17 @@ from dspark_trt.graphs.rotary import split_query_key
 
 
 class StandardCausalAttention:
-    """The target: one attention per row group and layer."""
+    """Packed tokens of a target, or of a language model that drafts: one attention per row group and layer."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims, *, gamma: int) -> None:
+    def __init__(
+        self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims | DrafterDims, groups: Mapping[str, int]
+    ) -> None:
+        """`groups`: row groups by name, with the slots of their longest padded query."""
         self._builder = builder
         self._spec = spec
         self._groups: list[tuple[_Rows, dict[int | None, Attend]]] = []
         self._windows = [window_in_rows(spec, layer, dims.limits) for layer in range(spec.num_layers)]
-        for group in bindings.TARGET_GROUPS:
+        for group, num_slots in groups.items():
             tokens = bindings.group_tokens(group)
             past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
             with builder.scope(group):
@@ -49,7 +54,6 @@ class StandardCausalAttention:
                     builder.scalar(1),
                 )
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
-                num_slots = gamma + 1 if group == bindings.DECODE else dims.limits.max_batch_tokens
                 attends = {
                     window: _causal_attention(builder, spec, dims, window, last_seen, num_slots=num_slots)
                     for window in dict.fromkeys(self._windows)
@@ -63,7 +67,7 @@ class StandardCausalAttention:
         for rows, attends in self._groups:
             attended = rows.attend(layer, query, key, value, attends[self._windows[layer]])  # [B, S, N * H]
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, width)))
-        slots = builder.op("Concat", *outputs, axis=0)
+        slots = builder.op("Concat", *outputs, axis=0) if len(outputs) > 1 else outputs[0]
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
 
 
@@ -110,6 +114,45 @@ class StandardBlockAttention:
         attended = self._rows.attend(layer, query, key, value, self._attends[self._drafter.attention_of(layer)])
         blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)  # [R, G, N * H]
         return builder.op("Reshape", blocks, builder.vector(-1, spec.num_heads * spec.shape_of(layer).head_dim))
+
+
+class StandardSlots:
+    """Slots that are drafted one after the other: a graph of one slot, whose queries are one token a request."""
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
+        assert dims.slots_of_call == 1, "a cache is updated once in a graph"
+        self._builder = builder
+        self._spec = spec
+        self._dims = dims
+
+    def at(self, slot: int, positions: str) -> _StandardSlot:
+        return _StandardSlot(self._builder, self._spec, self._dims, positions)
+
+
+class _StandardSlot:
+    """A token at `positions` [R] sees what is before it, and itself."""
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, positions: str) -> None:
+        self._builder = builder
+        self._spec = spec
+        with builder.scope("rows"):
+            row_past = builder.op("Gather", positions, bindings.ROW_REQUESTS)  # [B]
+            # a row without request would read as far as request 0, to no use
+            row_past = builder.op("Mul", row_past, bindings.ROW_QUERY_LENGTHS)
+            tokens, last_seen = (
+                builder.op("Unsqueeze", each, builder.vector(1)) for each in (bindings.ROW_REQUESTS, row_past)
+            )  # [B, 1]
+            self._attend = _causal_attention(builder, spec, dims, None, last_seen, num_slots=1)
+            query = bindings.ROW_QUERY_LENGTHS
+            self._rows = _Rows(builder, spec, dims, bindings.CONTEXT, tokens, row_past, query)
+
+    def attend(self, layer: int, query_key: str, value: str) -> str:
+        """[R, (N+K)*H], [R, K*H] -> [R, N*H]."""
+        builder, spec = self._builder, self._spec
+        query, key = split_query_key(builder, spec, layer, query_key)
+        attended = self._rows.attend(layer, query, key, value, self._attend)  # [B, 1, N * H]
+        of_requests = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)
+        return builder.op("Reshape", of_requests, builder.vector(-1, spec.num_heads * spec.shape_of(layer).head_dim))
 
 
 class StandardContext:

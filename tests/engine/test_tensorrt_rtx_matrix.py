@@ -24,6 +24,7 @@ from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_drafter, write_target
 from tests.support.gemma4 import write_gemma_drafter, write_gemma_target
+from tests.support.medusa_forms import random_heads, write_vllm_medusa
 from tests.support.rtx_graphs import Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
 from tests.support.transformers_targets import NO_KEYS_OF_A_DRAFTER, write_by_transformers
 
@@ -116,20 +117,43 @@ def test_gemma4_with_the_heads_of_its_12b_model_compiles(tmp_path: Path) -> None
     assert facts[bindings.TARGET_GRAPH].layers["SOFTMAX"] == len(bindings.TARGET_GROUPS)
 
 
+def compiled_drafter(folder: Path, target: Path, drafter: Path) -> dict[str, dict[str, int]]:
+    """Counted layers of the graphs of a drafter, for one GPU; nothing was warned of."""
+    pair = export(target, drafter, folder / "graphs", EngineLimits(3, 48, 16), "bf16")
+    names = [path.name for path in sorted(pair.graphs.glob("drafter*.onnx"))]
+    facts = compile_pair(pair, folder / "engines", use_plugins=True, names=names, sms=(89,))
+    assert [facts[graph].warnings for graph in names] == [()] * len(names)
+    return counted_layers(facts)
+
+
 def test_graphs_of_an_eagle3_drafter_compile(tmp_path: Path) -> None:
-    """Two slots, one after the other, each with its draw; their keys and values stay in the graph."""
+    """A call makes one slot: its attention and its draw are the plugins'."""
     target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
     drafter = write_eagle3(
         tmp_path / "drafter", target, "speculators", layer_ids=(1, 3), draft_ids=DRAFT_IDS, extra=TWO_DRAFTS
     )
-    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
-    graphs = [bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH]
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=graphs, sms=(89,))
-    assert counted_layers(facts) == {
+    assert compiled_drafter(tmp_path, target, drafter) == {
         bindings.INGEST_GRAPH: {"KV_CACHE_UPDATE": 2, "ROTARY_EMBEDDING": 1},
-        bindings.DRAFT_GRAPH: {"PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2},
+        bindings.DRAFT_GRAPH: {"KV_CACHE_UPDATE": 2, "PLUGIN_V3": 2, "ROTARY_EMBEDDING": 1},
     }
-    assert [facts[graph].warnings for graph in graphs] == [(), ()]
+
+
+@pytest.mark.parametrize("mask", [{}, {"pard_token": 90}], ids=["in turn", "PARD"])
+def test_the_graph_of_a_language_model_that_drafts_compiles(mask: dict[str, int], tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", layers=1, hidden=64)
+    drafter = write_target(tmp_path / "drafter", family="qwen3", layers=2, hidden=48, tied=True, config_extra=mask)
+    expected = {"KV_CACHE_UPDATE": 4, "PLUGIN_V3": 3, "ROTARY_EMBEDDING": 2}
+    assert compiled_drafter(tmp_path, target, drafter) == {bindings.MODEL_GRAPH: expected}
+
+
+def test_graphs_of_medusa_heads_compile(tmp_path: Path) -> None:
+    """They have no cache; a draw for each head is the plugin's."""
+    target = write_target(tmp_path / "target", layers=1, hidden=64)
+    drafter = write_vllm_medusa(tmp_path / "drafter", random_heads(target, num_heads=2), token_map=DRAFT_IDS)
+    assert compiled_drafter(tmp_path, target, drafter) == {
+        bindings.INGEST_GRAPH: {},
+        bindings.DRAFT_GRAPH: {"PLUGIN_V3": 2},
+    }
 
 
 def check_compiled_elsewhere(pair: Pair, folder: Path, *, use_plugins: bool, names: Sequence[str] = GRAPHS) -> None:

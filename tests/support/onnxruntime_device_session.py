@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -92,7 +93,7 @@ class DevicePair:
 
     engines: DeviceEngines
     target: OnnxRuntimeDeviceSession
-    ingest: OnnxRuntimeDeviceSession
+    ingest: OnnxRuntimeDeviceSession | None  # None: of a language model, whose one graph `draft` is
     draft: OnnxRuntimeDeviceSession
     select: OnnxRuntimeDeviceSession
     target_dims: TargetDims
@@ -102,19 +103,26 @@ class DevicePair:
 def open_device_pair(
     target: TargetCheckpoint, drafter: DrafterCheckpoint, graphs: Path, *, limits: EngineLimits
 ) -> DevicePair:
-    """Write the four graphs and open device engines on the CPU."""
+    """Write the graphs and open device engines on the CPU."""
     open_pair(target, drafter, graphs, limits=limits, is_standard=True)
     write_select_graph(drafter.spec, graphs, limits=limits, precision="fp32")
-    names = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
-    verify, ingest, draft, select = sessions = [OnnxRuntimeDeviceSession(graphs / name) for name in names]
+    is_model = (graphs / bindings.MODEL_GRAPH).exists()
+    drafting = bindings.MODEL_GRAPH if is_model else bindings.DRAFT_GRAPH
+    names = (bindings.TARGET_GRAPH, drafting, bindings.SELECT_GRAPH)
+    verify, draft, select = (OnnxRuntimeDeviceSession(graphs / name) for name in names)
+    ingest = None if is_model else OnnxRuntimeDeviceSession(graphs / bindings.INGEST_GRAPH)
     of_target = target_dims_from_metadata(verify.metadata, names[0])
-    of_drafter = drafter_dims_from_metadata(draft.metadata, names[2])
+    of_drafter = drafter_dims_from_metadata(draft.metadata, names[1])
     verify.inputs, verify.outputs = bindings.target_inputs(of_target), bindings.target_outputs(of_target)
-    ingest.inputs, ingest.outputs = bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)
     draft.inputs, draft.outputs = bindings.draft_inputs(of_drafter), bindings.draft_outputs(of_drafter)
+    if ingest is None:
+        draft.inputs, draft.outputs = bindings.model_inputs(of_drafter), bindings.model_outputs(of_drafter)
+    else:
+        ingest.inputs, ingest.outputs = bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)
     select.inputs, select.outputs = bindings.select_inputs(of_drafter), bindings.select_outputs(of_drafter)
-    engines = open_device_engines(DeviceSessions(*sessions), of_target, of_drafter, "cpu")
-    return DevicePair(engines, *sessions, target_dims=of_target, drafter_dims=of_drafter)
+    sessions = DeviceSessions(verify, ingest, draft, select)
+    engines = open_device_engines(sessions, of_target, of_drafter, "cpu")
+    return DevicePair(engines, verify, ingest, draft, select, target_dims=of_target, drafter_dims=of_drafter)
 
 
 def spoil(pair: DevicePair, lengths: NDArray[np.int64], context_lengths: NDArray[np.int64] | None = None) -> None:
@@ -126,8 +134,11 @@ def spoil(pair: DevicePair, lengths: NDArray[np.int64], context_lengths: NDArray
     engines = pair.engines
     for staged in (engines.target._inputs, engines.drafter.inputs):
         staged.memory.fill_(0xFF)
-    for outputs in (engines.target._logits, engines.target._taps, engines.drafter._taps, engines.drafter._draft_logits):
+    drafter: Any = engines.drafter
+    for outputs in (engines.target._logits, engines.target._taps, drafter._draft_logits):
         outputs.fill_(torch.nan)
+    if hasattr(drafter, "ingests"):
+        drafter.ingests._taps.fill_(torch.nan)
     engines.drafter.fetched._memory.fill_(0xFF)
     for engine, valid in ((engines.target, lengths), (engines.drafter, context_lengths)):
         if valid is not None:

@@ -1,8 +1,9 @@
 """EAGLE-3 drafters: a decoder layer that reads a token's embedding beside a feature, and drafts slot after slot.
 
 `ingest` makes the feature of each position from its taps, and K and V of feature and next token. `draft` starts again
-at the last ingested position, whose feature it is given, and runs the layer once for each slot inside one graph: what
-comes out of a slot is the feature of the next one, and its draft the token.
+at the last ingested position, whose feature it is given, and runs the layer once for each slot: what comes out of a
+slot is the feature of the next one, and its draft the token. All slots are inside one graph, but with `standard`
+attention: there a call makes one slot and hands out the feature of the next one.
 
 Source: EAGLE-3 (arXiv 2503.01840), section 3. Shape letters: `R` requests, `G` slots, `T` context tokens, `W` draft
 vocabulary, `D` hidden, `M` tap layers.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numpy import int64
+import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.spec import Eagle3Spec
@@ -25,6 +26,7 @@ from dspark_trt.graphs.heads import emit_draw, emit_margin
 from dspark_trt.graphs.linears import Linears
 
 _LAYER = "layers.0"
+_LARGEST = 65504.0  # of float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class Eagle3Graphs:
 
     spec: Eagle3Spec
 
-    def chosen_rows(self, ids: NDArray[int64] | None, own_ids: NDArray[int64] | None) -> ChosenRows:
+    def chosen_rows(self, ids: NDArray[np.int64] | None, own_ids: NDArray[np.int64] | None) -> ChosenRows:
         """None: only the head has rows of the draft vocabulary."""
         return {}
 
@@ -49,18 +51,19 @@ class Eagle3Graphs:
         builder.op("Gather", feature, bindings.LAST_TOKENS, axis=0, output=bindings.LAST_STATES)
 
     def emit_draft(self, builder: GraphBuilder, parts: DrafterParts) -> None:
-        """gamma runs of the layer. The first one writes the last context position once more, as it is there."""
+        """A run of the layer for each slot of a call. The first one of a block writes the last context position once
+        more, as it is there."""
         dims, spec = parts.dims, self.spec
         embedding = parts.embedding(builder)
         slots = slot_attention(builder, spec.decoder, dims)
         feature, token = bindings.ROW_STATES, bindings.ANCHOR_IDS
         drafts, logits = [], []
-        for slot in range(dims.gamma):
+        for slot in range(dims.slots_of_call):
             with builder.scope(f"slot_{slot}"):
                 positions = builder.op("Add", bindings.PAST_LENGTHS, builder.scalar(slot - 1))
                 positions = builder.op("Max", positions, builder.scalar(0))  # [R]
                 num_positions = dims.limits.max_seq_len + dims.gamma
-                layers = self._layers(builder, parts, positions, num_positions, num_runs=dims.gamma)
+                layers = self._layers(builder, parts, positions, num_positions, num_runs=dims.slots_of_call)
                 attention = slots.at(slot, positions)
                 embedded = builder.op("Gather", embedding, token, axis=0)
                 joined, residual = self._joined(builder, layers, embedded, feature)
@@ -86,6 +89,8 @@ class Eagle3Graphs:
                 logits.append(slot_logits)
         builder.op("Concat", *drafts, axis=1, output=bindings.DRAFT_IDS)
         builder.op("Concat", *logits, axis=1, output=bindings.DRAFT_LOGITS)
+        if dims.is_slot_by_slot:
+            builder.op("Identity", feature, output=bindings.LAST_STATES)
         emit_margin(builder, dims.vocab_size)
 
     def _layers(
@@ -114,6 +119,9 @@ class Eagle3Graphs:
             taps = builder.op("Concat", *normed, axis=1)
         fc = Linears(builder, parts.weights, None, numbers.context)
         fused = fc(numbers.cast(builder, taps, numbers.model, numbers.context), "fc.weight")
+        if numbers.context != numbers.model:  # massive activations carry it beyond float16, in which it is kept
+            ends = (builder.constant(np.array(end, np.float32)) for end in (-_LARGEST, _LARGEST))
+            fused = builder.op("Clip", fused, *ends)
         return numbers.cast(builder, fused, numbers.context, numbers.model)
 
     def _joined(self, builder: GraphBuilder, layers: DecoderParts, embedded: str, feature: str) -> tuple[str, str]:

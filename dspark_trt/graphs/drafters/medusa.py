@@ -51,10 +51,11 @@ class MedusaGraphs:
                     inner = blocks(x, f"{module}.weight", bias=bias)
                     activated = builder.op("Mul", inner, builder.op("Sigmoid", inner))
                     x = builder.op("Add", x, activated)
+                of_rows = onto_ids(x, parts.head_name if self.spec.is_head_shared else _matrix(slot))
                 columns, slot_logits = emit_draw(
                     builder,
                     parts.numbers,
-                    logits=onto_ids(x, parts.head_name if self.spec.is_head_shared else _matrix(slot)),
+                    logits=parts.on_columns(builder, of_rows),
                     hidden=x,
                     uniforms=builder.op("Gather", bindings.UNIFORMS, builder.vector(slot), axis=1),
                     vocab_size=dims.vocab_size,

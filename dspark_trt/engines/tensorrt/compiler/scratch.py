@@ -31,7 +31,7 @@ _HIDDEN_TENSORS = 4  # [T, D]
 def scratch_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, profile: Profile) -> int:
     """Scratch memory of one profile of a graph with plugins."""
     size, extents = ELEMENT_BYTES[dims.element_type], {name: each.largest for name, each in profile.extents.items()}
-    blocks = extents.get("R", 0) * (dims.block_length if isinstance(dims, DrafterDims) else 0)
+    blocks = extents.get("R", 0) * (_slots(dims) if isinstance(dims, DrafterDims) else 0)
     num_tokens = extents.get("T", blocks)
     widths = _widths(model)
     normed = num_tokens * dims.hidden_size * ELEMENT_BYTES["float32"]
@@ -78,11 +78,18 @@ def _padded(
     """Queries and their answers, and new keys and values, of every row group: [B, heads, S, H]."""
     groups = [name.removeprefix("B_") for name in extents if name.startswith("B_")]
     heads = [each.form.num_heads for each in operations_in(model) if isinstance(each, RowAttentionOperation)]
-    slots = dims.block_length if isinstance(dims, DrafterDims) else 1
+    slots = _slots(dims) if isinstance(dims, DrafterDims) else 1
+    if not dims.cache.num_layers:
+        return
     for group in groups:
         rows, length = extents[f"B_{group}"], extents.get(f"S_{group}", slots)
         for count in (*[max(heads)] * 2, *[dims.cache.num_kv_heads] * 2) if heads else [dims.cache.num_kv_heads] * 2:
             yield rows, count, length, dims.cache.head_dim
+
+
+def _slots(dims: DrafterDims) -> int:
+    """Positions of a request in a call of the draft graph."""
+    return 1 if dims.is_slot_by_slot else dims.block_length
 
 
 def _workspace(operation: object, extents: dict[str, int]) -> int:
