@@ -7,7 +7,8 @@ row group.
 A *row group* is one attention call: a contiguous range of B KV rows with their queries padded to S. The target has two,
 `decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row
 without tokens, B = S = 1.
-`float` is the element type of the graph (`dims`): float32, float16 or bfloat16.
+`float` is the element type of the graph (`dims`): float32, float16 or bfloat16. States of rows are float32 in a float16
+graph.
 Caches are bound as that range of the pool, and every cache output is the same memory as its input.
 
 | graph | input | type, shape | meaning |
@@ -221,7 +222,7 @@ def ingest_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
 
 def _row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
     width = dims.row_state_width
-    return (Binding(name, dims.element_type, ("R", width)),) if width else ()
+    return (Binding(name, dims.row_state_type, ("R", width)),) if width else ()
 
 
 def block_inputs(dims: DrafterDims) -> tuple[Binding, ...]:

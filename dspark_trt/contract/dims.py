@@ -106,6 +106,11 @@ class DrafterDims:
         return self.gamma + self.is_mask_first
 
     @property
+    def row_state_type(self) -> FloatType:
+        """Of what is kept of a row: features of taps, which float16 does not hold, are float32 there."""
+        return "float32" if self.element_type == "float16" else self.element_type
+
+    @property
     def is_slot_by_slot(self) -> bool:
         """Whether a call of the draft graph makes one slot: a compiler for devices updates a cache once in a graph."""
         return self.is_sequential and self.attention == "standard"

@@ -46,7 +46,7 @@ class ComposedSession(ABC):
 
 def row_states(dims: DrafterDims, device: torch.device) -> torch.Tensor:
     """Of all rows, [max_requests, X], zero at first."""
-    dtype = getattr(torch, dims.element_type)
+    dtype = getattr(torch, dims.row_state_type)
     return torch.zeros((dims.limits.max_requests, dims.row_state_width), dtype=dtype, device=device)
 
 

@@ -49,7 +49,7 @@ class OnnxRuntimeDraftEngine:
         self._draft_logits = np.empty(blocks * self._dims.vocab_size, np.float32)
         self._confidence_logits = np.empty(blocks, np.float32)
         # what is kept of each row's last ingested position, [rows, X]
-        self._row_states = np.zeros((self.limits.max_requests, self._dims.row_state_width), self._dims.element_type)
+        self._row_states = np.zeros((self.limits.max_requests, self._dims.row_state_width), self._dims.row_state_type)
 
     @property
     def limits(self) -> EngineLimits:
@@ -77,7 +77,7 @@ class OnnxRuntimeDraftEngine:
         outputs: dict[str, NDArray[Any]] = {}
         if self._dims.row_state_width:
             inputs[bindings.LAST_TOKENS] = query.cumsum() - 1
-            outputs[bindings.LAST_STATES] = np.empty((len(rows), self._dims.row_state_width), self._dims.element_type)
+            outputs[bindings.LAST_STATES] = np.empty((len(rows), self._dims.row_state_width), self._dims.row_state_type)
         self._ingest.run(
             (first_row, num_rows), partial(self._caches, first_row, num_rows, _ingest_outputs), inputs, outputs
         )
@@ -140,7 +140,7 @@ class OnnxRuntimeDraftEngine:
         drafts: dict[str, NDArray[Any]],
     ) -> None:
         """A call for each slot, which begins where the one before it ended."""
-        states = np.empty((len(rows), self._dims.row_state_width), self._dims.element_type)
+        states = np.empty((len(rows), self._dims.row_state_width), self._dims.row_state_type)
         for slot in range(uniforms.shape[1]):
             inputs[bindings.UNIFORMS] = uniforms[:, slot : slot + 1].copy()
             found = {name: array[:, :1].copy() for name, array in drafts.items()}

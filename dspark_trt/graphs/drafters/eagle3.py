@@ -12,6 +12,7 @@ vocabulary, `D` hidden, `M` tap layers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +27,6 @@ from dspark_trt.graphs.heads import emit_draw, emit_margin
 from dspark_trt.graphs.linears import Linears
 
 _LAYER = "layers.0"
-_LARGEST = 65504.0  # of float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,15 @@ class Eagle3Graphs:
         embedded = builder.op("Gather", parts.embedding(builder), bindings.TOKEN_IDS, axis=0)
         writer = context_writer(builder, self.spec.decoder, parts.dims)
         with builder.scope(_LAYER):
-            joined, _ = self._joined(builder, layers, embedded, feature)
+            joined, _ = self._joined(builder, parts, layers, embedded, feature)
             writer.append(0, layers.key(0, joined), layers.value(0, joined))
         builder.op("Gather", feature, bindings.LAST_TOKENS, axis=0, output=bindings.LAST_STATES)
 
     def emit_draft(self, builder: GraphBuilder, parts: DrafterParts) -> None:
         """A run of the layer for each slot of a call. The first one of a block writes the last context position once
         more, as it is there."""
-        dims, spec = parts.dims, self.spec
+        dims, spec, numbers = parts.dims, self.spec, parts.numbers
+        wide = partial(numbers.cast, source=numbers.model, to=numbers.context)
         embedding = parts.embedding(builder)
         slots = slot_attention(builder, spec.decoder, dims)
         feature, token = bindings.ROW_STATES, bindings.ANCHOR_IDS
@@ -66,14 +67,15 @@ class Eagle3Graphs:
                 layers = self._layers(builder, parts, positions, num_positions, num_runs=dims.slots_of_call)
                 attention = slots.at(slot, positions)
                 embedded = builder.op("Gather", embedding, token, axis=0)
-                joined, residual = self._joined(builder, layers, embedded, feature)
+                joined, residual = self._joined(builder, parts, layers, embedded, feature)
                 attended = attention.attend(0, layers.query_key(0, joined), layers.value(0, joined))
-                x = builder.op("Add", residual, layers.attention_output(0, attended))
-                x = builder.op("Add", x, layers.mlp(0, layers.norm(x, f"{_LAYER}.post_attention_layernorm")))
-                h = layers.norm(x, "norm")
+                x = builder.op("Add", residual, wide(builder, layers.attention_output(0, attended)))
+                normed = layers.norm(x, f"{_LAYER}.post_attention_layernorm", source=numbers.context)
+                x = builder.op("Add", x, wide(builder, layers.mlp(0, normed)))
+                h = layers.norm(x, "norm", source=numbers.context)
                 columns, slot_logits = emit_draw(
                     builder,
-                    parts.numbers,
+                    numbers,
                     logits=parts.base_logits(builder, h),
                     hidden=h,
                     uniforms=builder.op("Gather", bindings.UNIFORMS, builder.vector(slot), axis=1),
@@ -84,7 +86,7 @@ class Eagle3Graphs:
                 if parts.ids is not None:
                     draft = builder.op("Gather", builder.constant(parts.ids), columns, axis=0)
                 token = builder.op("Squeeze", draft, builder.vector(1))
-                feature = h if spec.is_output_normed else x
+                feature = wide(builder, h) if spec.is_output_normed else x
                 drafts.append(draft)
                 logits.append(slot_logits)
         builder.op("Concat", *drafts, axis=1, output=bindings.DRAFT_IDS)
@@ -108,7 +110,7 @@ class Eagle3Graphs:
         )
 
     def _feature(self, builder: GraphBuilder, parts: DrafterParts, layers: DecoderParts) -> str:
-        """taps [T, M*D] -> [T, D]."""
+        """taps [T, M*D] -> [T, D], of the context's type, as are all features and the residual stream."""
         spec, numbers = self.spec, parts.numbers
         taps = bindings.TAPS
         if spec.tap_norm == "joint":
@@ -118,14 +120,15 @@ class Eagle3Graphs:
             normed = [layers.norm(tap, f"fc_norm.{index}") for index, tap in enumerate(each)]
             taps = builder.op("Concat", *normed, axis=1)
         fc = Linears(builder, parts.weights, None, numbers.context)
-        fused = fc(numbers.cast(builder, taps, numbers.model, numbers.context), "fc.weight")
-        if numbers.context != numbers.model:  # massive activations carry it beyond float16, in which it is kept
-            ends = (builder.constant(np.array(end, np.float32)) for end in (-_LARGEST, _LARGEST))
-            fused = builder.op("Clip", fused, *ends)
-        return numbers.cast(builder, fused, numbers.context, numbers.model)
+        return fc(numbers.cast(builder, taps, numbers.model, numbers.context), "fc.weight")
 
-    def _joined(self, builder: GraphBuilder, layers: DecoderParts, embedded: str, feature: str) -> tuple[str, str]:
+    def _joined(
+        self, builder: GraphBuilder, parts: DrafterParts, layers: DecoderParts, embedded: str, feature: str
+    ) -> tuple[str, str]:
         """What the layer's projections read [T, 2D], embedding first, and where its residual stream starts [T, D]."""
-        normed = layers.norm(feature, f"{_LAYER}.hidden_norm")
+        numbers = parts.numbers
+        normed = layers.norm(feature, f"{_LAYER}.hidden_norm", source=numbers.context)
         joined = builder.op("Concat", layers.norm(embedded, f"{_LAYER}.input_layernorm"), normed, axis=1)
-        return joined, normed if self.spec.is_residual_normed else feature
+        if self.spec.is_residual_normed:
+            return joined, numbers.cast(builder, normed, numbers.model, numbers.context)
+        return joined, feature

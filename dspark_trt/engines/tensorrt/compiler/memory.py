@@ -42,7 +42,7 @@ def output_bytes(target: TargetDims, drafter: DrafterDims) -> int:
     if drafter.is_in_turn:
         outputs += bindings.drafts(drafter, 1)  # of the slot that is drafted
     # of rows, and of the requests of a call going in and out
-    outputs.append(bindings.Binding("row states", drafter.element_type, ("R", 3 * drafter.row_state_width)))
+    outputs.append(bindings.Binding("row states", drafter.row_state_type, ("R", 3 * drafter.row_state_width)))
     return sum(
         math.prod(sizes[size] if isinstance(size, str) else size for size in output.shape)
         * ELEMENT_BYTES[output.element_type]
