@@ -30,6 +30,10 @@ SCHEMA_VERSION = 3
 # Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where
 # TensorRT takes an address, at multiples of 256 bytes.
 TILE_POSITIONS = 64
+MASK_SCOPE = "mask"  # of nodes of a graph that make a mask over whole rows
+NATIVE_HEAD_DIMS = range(
+    16, 256 + 1, 8
+)  # that TensorRT's own attention has kernels for; others are products of matrices
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,9 @@
 """Attention under a mask over whole rows, for what the kernels of `dspark::RowAttention` do not do: a window, or
 another scale of the scores. Its cost follows the capacity of a row.
 
+Query heads that share a KV head are more queries of it: TensorRT would copy the keys and values of every row for each
+of them.
+
 Shape letters: `B` rows and `S` padded query length of a group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 """
 
@@ -11,13 +14,12 @@ from collections.abc import Callable
 import numpy as np
 
 from dspark_trt.checkpoints.spec import DecoderSpec
-from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.dims import MASK_SCOPE, NATIVE_HEAD_DIMS, DrafterDims, TargetDims
 from dspark_trt.graphs.builder import ONNX_TYPES, GraphBuilder
 
 Attend = Callable[
     [int, str, str, str], str
 ]  # layer, queries [B, N, S, H], keys and values [B, K, C, H] -> [B, N, S, H]
-_MAX_HEAD_DIM = 256  # of TensorRT's own attention
 _UNSEEN = -1e30
 
 
@@ -30,20 +32,28 @@ def masked_attention(
 ) -> Attend:
     """Each query sees the positions from `first_seen` to `last_seen`, both [B, S] or of that shape when broadcast."""
     positions = builder.constant(np.arange(dims.cache.capacity, dtype=np.int64))
-    mask = builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
-    if first_seen is not None:
-        is_near = builder.op("GreaterOrEqual", positions, builder.op("Unsqueeze", first_seen, builder.vector(1, 3)))
-        mask = builder.op("And", mask, is_near)  # [B, 1, S, C]
+    with builder.scope(MASK_SCOPE):
+        mask = builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
+        if first_seen is not None:
+            is_near = builder.op("GreaterOrEqual", positions, builder.op("Unsqueeze", first_seen, builder.vector(1, 3)))
+            mask = builder.op("And", mask, is_near)  # [B, 1, S, C]
+    folded: dict[int, str] = {1: mask}  # by query heads of a KV head
 
     def attend(layer: int, query: str, keys: str, values: str) -> str:
-        if spec.shape_of(layer).head_dim <= _MAX_HEAD_DIM:
-            return builder.op("Attention", query, keys, values, mask, scale=spec.score_scale_of(layer))
-        return _wide_attention(builder, spec, layer, dims, (query, keys, values), mask)
+        shape = spec.shape_of(layer)
+        if shape.head_dim not in NATIVE_HEAD_DIMS:
+            return _product_attention(builder, spec, layer, dims, (query, keys, values), mask)
+        group = spec.num_heads // shape.num_kv_heads
+        if group not in folded:
+            folded[group] = builder.op("Tile", mask, builder.vector(1, 1, group, 1))  # [B, 1, N / K * S, C]
+        queries = builder.op("Reshape", query, builder.vector(0, shape.num_kv_heads, -1, shape.head_dim))
+        attended = builder.op("Attention", queries, keys, values, folded[group], scale=spec.score_scale_of(layer))
+        return builder.op("Reshape", attended, builder.vector(0, spec.num_heads, -1, shape.head_dim))
 
     return attend
 
 
-def _wide_attention(
+def _product_attention(
     builder: GraphBuilder,
     spec: DecoderSpec,
     layer: int,

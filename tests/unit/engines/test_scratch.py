@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from dspark_trt.engines.tensorrt.compiler.scratch import MOST_ELEMENTS, check_el
 from dspark_trt.errors import EngineBuildError
 from tests.support.factories import write_drafter, write_target
 from tests.support.rtx_graphs import export
+from tests.support.transformers_targets import NO_KEYS_OF_A_DRAFTER, write_by_transformers
 
 
 def opened(folder: Path, limits: EngineLimits) -> OpenedGraphs:
@@ -37,6 +39,23 @@ def test_prompt_chunks_are_not_planned_for_all_rows_at_their_longest(tmp_path: P
         dims = graphs.target if graph == bindings.TARGET_GRAPH else graphs.drafter
         for profile in graph_profiles(graph, limits, graphs.drafter.gamma):
             check_elements(graph, graph_inputs(graph, graphs.target, graphs.drafter), model, dims, profile)
+
+
+def test_masks_over_whole_rows_and_experts_are_planned(tmp_path: Path) -> None:
+    """TensorRT-RTX 1.7.1 said 126 MB of a prompt chunk of that window, and 67 MB of 64 experts in 256 tokens."""
+    limits = EngineLimits(max_requests=16, max_seq_len=4032, max_batch_tokens=256)
+    sizes: dict[str, Any] = {"hidden_size": 512, "num_hidden_layers": 1, "head_dim": 64, "num_attention_heads": 16}
+    window: dict[str, Any] = {"num_key_value_heads": 4, "sliding_window": 512}
+    experts: dict[str, Any] = {"num_experts": 64, "num_experts_per_tok": 4, "moe_intermediate_size": 512}
+    for family, keys, least in (("mistral", window, 126e6), ("qwen3_moe", experts, 67e6)):
+        target = write_by_transformers(tmp_path / family, family, max_position_embeddings=4096, **sizes, **keys)
+        drafter = write_drafter(
+            tmp_path / f"{family} drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER
+        )
+        graphs = open_graphs(export(target, drafter, tmp_path / f"{family} graphs", limits, "bf16").graphs)
+        model = graphs.models[bindings.TARGET_GRAPH]
+        planned = max(scratch_bytes(model, graphs.target, each) for each in graphs.profiles(bindings.TARGET_GRAPH))
+        assert least < planned < 4 * least
 
 
 def test_a_tensor_that_tensorrt_could_not_count_is_refused(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ from dspark_trt_plugins.operation import workspace_offsets
 from dspark_trt_plugins.registry import operations_in
 from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 
+from dspark_trt.checkpoints.layout import EXPERTS_UP
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.dims import MASK_SCOPE, NATIVE_HEAD_DIMS, DrafterDims, TargetDims
 from dspark_trt.engines.tensorrt.compiler.profiles import Profile
 from dspark_trt.errors import EngineBuildError
 
@@ -26,6 +27,7 @@ MOST_ELEMENTS = 2**31 - 1  # of one tensor, whose elements TensorRT counts with 
 _PRODUCTS_BYTES = 32 << 20  # of the compiler's own matrix products: 8 to 16 MB were seen for each graph
 _WIDE_TENSORS = 3  # [T, F] that live at once: gate, up and their product
 _HIDDEN_TENSORS = 4  # [T, D]
+_SCORE_BYTES = 8  # of a query and a position: a mask or scores, and what comes of them
 
 
 def scratch_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, profile: Profile) -> int:
@@ -40,7 +42,8 @@ def scratch_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, profil
     logits = extents.get("L", blocks) * dims.vocab_size * size if dims.vocab_size in widths else 0
     padded = sum(prod(shape) for shape in _padded(model, dims, extents)) * size
     workspace = max((_workspace(operation, extents) for operation in operations_in(model)), default=0)
-    return rows + logits + padded + workspace + _PRODUCTS_BYTES
+    masked, experts = _masked_bytes(model, dims, extents), _expert_bytes(model, num_tokens, size)
+    return rows + logits + padded + workspace + masked + experts + _PRODUCTS_BYTES
 
 
 def check_elements(
@@ -85,6 +88,44 @@ def _padded(
         rows, length = extents[f"B_{group}"], extents.get(f"S_{group}", slots)
         for count in (*[max(heads)] * 2, *[dims.cache.num_kv_heads] * 2) if heads else [dims.cache.num_kv_heads] * 2:
             yield rows, count, length, dims.cache.head_dim
+
+
+def _masked_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, extents: dict[str, int]) -> int:
+    """Attention under a mask over whole rows: TensorRT copies keys and values of a layer, and makes the mask for all
+    queries of a KV head. Products of matrices copy keys as float32, and have the scores besides."""
+    if not any(f"{MASK_SCOPE}/" in node.name for node in model.graph.node):
+        return 0
+    size, num_bytes = ELEMENT_BYTES[dims.element_type], 0
+    rotated = max(_int_attribute(node, "num_heads") for node in model.graph.node if node.op_type == "RotaryEmbedding")
+    for group in (name.removeprefix("B_") for name in extents if name.startswith("B_")):
+        rows, length = (
+            extents[f"B_{group}"],
+            extents.get(f"S_{group}", _slots(dims) if isinstance(dims, DrafterDims) else 1),
+        )
+        of_layers = []
+        for layer in range(dims.cache.num_layers):
+            num_kv_heads, capacity, head_dim = dims.cache.row_shape_of(layer)
+            is_product, num_heads = head_dim not in NATIVE_HEAD_DIMS, rotated - num_kv_heads
+            copies = num_kv_heads * capacity * head_dim * (size + (4 if is_product else size))
+            scores = _SCORE_BYTES * (num_heads if is_product else num_heads // num_kv_heads) * length * capacity
+            of_layers.append(rows * (copies + scores))
+        num_bytes += max(of_layers)
+    return num_bytes
+
+
+def _expert_bytes(model: onnx.ModelProto, num_tokens: int, size: int) -> int:
+    """Of a layer in the plain form, every expert for every token: gate and up, their product, and what leaves."""
+    stacks = {tensor.name: tensor.dims for tensor in model.graph.initializer if len(tensor.dims) == 3}
+    widths = [
+        num_experts * (outputs + outputs // 2 + inputs)
+        for name, (num_experts, outputs, inputs) in stacks.items()
+        if name.endswith(EXPERTS_UP)
+    ]
+    return max(widths, default=0) * num_tokens * size
+
+
+def _int_attribute(node: onnx.NodeProto, name: str) -> int:
+    return int(next(attribute.i for attribute in node.attribute if attribute.name == name))
 
 
 def _slots(dims: DrafterDims) -> int:
