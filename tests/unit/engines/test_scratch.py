@@ -10,10 +10,13 @@ import pytest
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, open_graphs
+from dspark_trt.engines.tensorrt.compiler.memory import memory_plan
 from dspark_trt.engines.tensorrt.compiler.profiles import graph_inputs, graph_profiles
 from dspark_trt.engines.tensorrt.compiler.scratch import MOST_ELEMENTS, check_elements, scratch_bytes
 from dspark_trt.errors import EngineBuildError
+from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_drafter, write_target
+from tests.support.medusa_forms import random_heads, write_medusa
 from tests.support.rtx_graphs import export
 from tests.support.transformers_targets import NO_KEYS_OF_A_DRAFTER, write_by_transformers
 
@@ -56,6 +59,30 @@ def test_masks_over_whole_rows_and_experts_are_planned(tmp_path: Path) -> None:
         model = graphs.models[bindings.TARGET_GRAPH]
         planned = max(scratch_bytes(model, graphs.target, each) for each in graphs.profiles(bindings.TARGET_GRAPH))
         assert least < planned < 4 * least
+
+
+def test_every_graph_of_every_family_of_drafters_is_planned(tmp_path: Path) -> None:
+    """The passes of a language model have draws and no requests; Medusa has no rows."""
+    limits = EngineLimits(max_requests=4, max_seq_len=64, max_batch_tokens=32)
+    target = write_target(tmp_path / "target", layers=3)
+    small: dict[str, Any] = {"layers": 1, "hidden": 32}
+    drafters = {
+        "model": write_target(tmp_path / "model", **small),
+        "PARD": write_target(tmp_path / "PARD", config_extra={"pard_token": 90}, **small),
+        "eagle3": write_eagle3(tmp_path / "eagle3", target, "deepspec", layer_ids=(0, 1)),
+        "medusa": write_medusa(tmp_path / "medusa", random_heads(target, num_heads=2)),
+    }
+    for family, drafter in drafters.items():
+        graphs = open_graphs(export(target, drafter, tmp_path / f"{family} graphs", limits, "bf16").graphs)
+        for graph, model in graphs.models.items():
+            dims = graphs.target if graph == bindings.TARGET_GRAPH else graphs.drafter
+            for profile in graphs.profiles(graph):
+                check_elements(graph, graph_inputs(graph, graphs.target, graphs.drafter), model, dims, profile)
+                assert scratch_bytes(model, dims, profile) > 0
+        plan = memory_plan({}, graphs.target, graphs.drafter, scratch=0)
+        rows = graphs.target.cache.num_elements + graphs.drafter.cache.num_elements
+        assert plan["KV caches"] == 2 * rows
+        assert (graphs.drafter.cache.num_elements == 0) == (family == "medusa")
 
 
 def test_a_tensor_that_tensorrt_could_not_count_is_refused(tmp_path: Path) -> None:

@@ -134,5 +134,6 @@ def _slots(dims: DrafterDims) -> int:
 
 
 def _workspace(operation: object, extents: dict[str, int]) -> int:
-    sizes = {"S": 0, "B": 0} | extents
+    draws = extents.get("L", 0)  # of a language model's pass: to MarkovHead each is a request
+    sizes = {"S": 0, "B": 0, "R": draws} | extents
     return workspace_offsets(operation.workspace, sizes)[1]  # type: ignore[attr-defined]
