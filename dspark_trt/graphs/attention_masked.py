@@ -30,27 +30,38 @@ def masked_attention(
     first_seen: str | None,
     last_seen: str,
 ) -> Attend:
-    """Each query sees the positions from `first_seen` to `last_seen`, both [B, S] or of that shape when broadcast."""
+    """Each query sees the positions from `first_seen` to `last_seen`, both [B, S]."""
     positions = builder.constant(np.arange(dims.cache.capacity, dtype=np.int64))
-    with builder.scope(MASK_SCOPE):
-        mask = builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
-        if first_seen is not None:
-            is_near = builder.op("GreaterOrEqual", positions, builder.op("Unsqueeze", first_seen, builder.vector(1, 3)))
-            mask = builder.op("And", mask, is_near)  # [B, 1, S, C]
-    folded: dict[int, str] = {1: mask}  # by query heads of a KV head
+    masks: dict[int, str] = {}
+
+    def mask_of(group: int) -> str:
+        """Of `group` query heads that share a KV head, one behind the other: [B, 1, group * S, C]."""
+        if group not in masks:
+            with builder.scope(MASK_SCOPE):
+                mask = builder.op("LessOrEqual", positions, _limits(builder, last_seen, group))
+                if first_seen is not None:
+                    is_near = builder.op("GreaterOrEqual", positions, _limits(builder, first_seen, group))
+                    mask = builder.op("And", mask, is_near)
+            masks[group] = mask
+        return masks[group]
 
     def attend(layer: int, query: str, keys: str, values: str) -> str:
         shape = spec.shape_of(layer)
         if shape.head_dim not in NATIVE_HEAD_DIMS:
-            return _product_attention(builder, spec, layer, dims, (query, keys, values), mask)
-        group = spec.num_heads // shape.num_kv_heads
-        if group not in folded:
-            folded[group] = builder.op("Tile", mask, builder.vector(1, 1, group, 1))  # [B, 1, N / K * S, C]
+            return _product_attention(builder, spec, layer, dims, (query, keys, values), mask_of(1))
+        mask = mask_of(spec.num_heads // shape.num_kv_heads)
         queries = builder.op("Reshape", query, builder.vector(0, shape.num_kv_heads, -1, shape.head_dim))
-        attended = builder.op("Attention", queries, keys, values, folded[group], scale=spec.score_scale_of(layer))
+        attended = builder.op("Attention", queries, keys, values, mask, scale=spec.score_scale_of(layer))
         return builder.op("Reshape", attended, builder.vector(0, spec.num_heads, -1, shape.head_dim))
 
     return attend
+
+
+def _limits(builder: GraphBuilder, positions: str, group: int) -> str:
+    """[B, S] -> [B, 1, group * S, 1]."""
+    if group > 1:  # not Tile of the mask, which TensorRT-RTX 1.7.1 cannot compile beside experts
+        positions = builder.op("Concat", *[positions] * group, axis=1)
+    return builder.op("Unsqueeze", positions, builder.vector(1, 3))
 
 
 def _product_attention(

@@ -105,7 +105,8 @@ class StandardBlockAttention:
             return _causal_attention(builder, self._spec, dims, None, last_seen, num_slots=length)
         begin = positions if form.window_from == "slot" else builder.op("Unsqueeze", row_past, builder.vector(1))
         reach = form.window - 1 if form.window_from == "slot" else form.window
-        first_seen = builder.op("Sub", begin, builder.scalar(reach))  # [B, G] or [B, 1]
+        first_seen = builder.op("Sub", begin, builder.scalar(reach))
+        first_seen = builder.op("Expand", first_seen, builder.vector(1, length))  # [B, G]
         return masked_attention(builder, self._spec, dims, first_seen, last_seen)
 
     def attend(self, layer: int, query_key: str, value: str) -> str:

@@ -23,8 +23,11 @@ from tests.engine import test_eagle3 as eagle3
 from tests.engine import test_language_model as language_model
 from tests.engine import test_medusa as medusa
 from tests.engine.test_onnxruntime_drafter import LIMITS, Contexts, assert_same_drafts
-from tests.support.conversations import open_pair
-from tests.support.device_cases import decode, device_loop, tokens_of
+from tests.support.conversations import open_pair, read_pair
+from tests.support.device_cases import LIMITS as SMALL_LIMITS
+from tests.support.device_cases import VOCABULARY, decode, device_loop, tokens_of
+from tests.support.factories import write_target
+from tests.support.family_checks import check_a_model_that_drafts_for_itself, check_first_drafts
 from tests.support.medusa_forms import MedusaOracle
 from tests.support.onnxruntime_device_session import DevicePair, open_device_pair, spoil
 from tests.support.profile_choice import chosen_profile
@@ -174,3 +177,14 @@ def test_every_call_of_a_loop_fits_a_profile_and_buckets_fit_a_tight_one(family:
             assert not profiles[chosen_profile(profiles, extents)].name.startswith("prefill"), (graph, extents)
         for extents in session.run_extents:
             chosen_profile(profiles, extents)
+
+
+def test_a_target_that_drafts_for_itself_accepts_every_draft(tmp_path: Path) -> None:
+    folder = write_target(tmp_path / "target", family="qwen3", vocab_size=VOCABULARY)
+    pair = read_pair(folder, folder)
+    check_a_model_that_drafts_for_itself(open_device_pair(*pair, tmp_path / "graphs", limits=SMALL_LIMITS).engines, 1.0)
+
+
+def test_first_drafts_are_near_the_oracles_as_a_gpu_has_to_have_them(tmp_path: Path) -> None:
+    devices = Devices(tmp_path, "eagle3", "SpecForge")
+    check_first_drafts(devices.pair.engines, devices.oracle, devices.contexts, 1e-4)

@@ -117,6 +117,42 @@ def test_gemma4_with_the_heads_of_its_12b_model_compiles(tmp_path: Path) -> None
     assert facts[bindings.TARGET_GRAPH].layers["SOFTMAX"] == len(bindings.TARGET_GROUPS)
 
 
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # keys of the configuration, and what attends
+    "qwen2": ({}, "PLUGIN_V3"),
+    "mistral": ({"sliding_window": 8}, "ATTENTION_INPUT"),
+    "phi3": ({"sliding_window": None}, "PLUGIN_V3"),
+    "qwen2_moe": ({"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS}, "PLUGIN_V3"),
+    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "PLUGIN_V3"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_of_every_family_compiles(family: str, tmp_path: Path) -> None:
+    keys, attention = FAMILIES[family]
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    target = write_by_transformers(tmp_path / "target", family, **sizes, **keys)
+    drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    names = [bindings.TARGET_GRAPH]
+    found = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=names, sms=(89,))[bindings.TARGET_GRAPH]
+    assert found.warnings == ()
+    groups = len(bindings.TARGET_GROUPS)
+    assert (found.layers["KV_CACHE_UPDATE"], found.layers[attention]) == (2 * groups, groups)
+    assert found.layers.get("TOPK", 0) == (1 if "num_experts_per_tok" in keys else 0)
+
+
+def test_heads_that_tensorrt_has_no_attention_for_are_products(tmp_path: Path) -> None:
+    """Of a window: of 8 numbers, where its own attention begins with 16."""
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 8, "sliding_window": 8}
+    target = write_by_transformers(tmp_path / "target", "mistral", **sizes)
+    drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH], sms=(89,))
+    assert facts[bindings.TARGET_GRAPH].layers["SOFTMAX"] == len(bindings.TARGET_GROUPS)
+    assert facts[bindings.TARGET_GRAPH].warnings == ()
+
+
 def compiled_drafter(folder: Path, target: Path, drafter: Path) -> dict[str, dict[str, int]]:
     """Counted layers of the graphs of a drafter, for one GPU; nothing was warned of."""
     pair = export(target, drafter, folder / "graphs", EngineLimits(3, 48, 16), "bf16")
