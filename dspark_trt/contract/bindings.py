@@ -10,6 +10,7 @@ without tokens, B = S = 1.
 `float` is the element type of the graph (`dims`): float32, float16 or bfloat16. States of rows are float32 in a float16
 graph.
 Caches are bound as that range of the pool, and every cache output is the same memory as its input.
+Three graphs have modules of their own: `draft_bindings`, `model_bindings` and `select_bindings`.
 
 | graph | input | type, shape | meaning |
 |---|---|---|---|
@@ -27,36 +28,13 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | positions | int64 [T] | this and what follows: where there are caches |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
 | | context.tokens, .past_lengths, .query_lengths | int64 | other attention: a row group |
-| draft | anchor_ids | int64 [R] | |
-| | temperatures, uniforms | float32 [R], [R, G] | |
-| | past_lengths | int64 [R] | this and what follows, but for row_states: where there are caches |
-| | block_rows | int64 [R] | the request's row within the range |
-| | row_requests | int64 [B] | the request of each row of the range; any for a row without request |
-| | row_query_lengths | int64 [B] | 1 for a row with a request, 0 for one without |
-| | row_states | float [R, X] | where rows have a state: that of the row's last ingested position |
-| model | token_ids, positions | int64 [T] | what is ingested, anchors, drafts, mask tokens |
-| | logit_rows | int64 [L] | packed indices that are drafted from |
-| | padded_indices | int64 [T] | as of the target |
-| | context.tokens, .past_lengths, .query_lengths | int64 | a row group |
-| | temperatures, uniforms | float32 [L], [L, 1] | |
 
 | graph | output | type, shape |
 |---|---|---|
 | target | logits | float32 [L, V] |
 | | taps | float [T, M*D], absent without tap layers |
 | ingest | last_states | float [R, X]: the state of each segment's last position, where rows have one |
-| draft | draft_ids | int64 [R, G] |
-| | draft_logits | float32 [R, G, W] |
-| | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
 | all | {cache}.out | the cache of that name, written in place |
-| model | draft_ids, draft_logits, confidence_logits | as of draft, each of the L rows a request of one slot |
-| select | | inputs and outputs of `dspark::PrefixSelect`, by their names (see its README) |
-| draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
-| draft | {cache}.slot_{j} | the same instead of it, after each slot but the last, where slots are drafted in turn |
-| draft | last_states | float [R, X]: where a call makes one slot, the state that the next slot starts from |
-
-Where slots are drafted in turn with `standard` attention, a call of the draft graph makes one slot (G = 1 above): the
-next call takes its draft for the anchor, last_states for row_states, and one position more for past_lengths.
 """
 
 from __future__ import annotations
@@ -64,11 +42,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dspark_trt_plugins.operation import Tensor
-from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
-
 from dspark_trt.contract.dims import DrafterDims, TargetDims
-from dspark_trt.contract.forms import select_form
 
 TARGET_GRAPH = "target.onnx"
 INGEST_GRAPH = "drafter_ingest.onnx"
@@ -217,103 +191,10 @@ def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
 
 
 def ingest_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return (*_row_states(LAST_STATES, dims), *cache_outputs(CONTEXT, dims))
+    return (*row_states(LAST_STATES, dims), *cache_outputs(CONTEXT, dims))
 
 
-def _row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
+def row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
+    """Under that name, where rows have a state."""
     width = dims.row_state_width
     return (Binding(name, dims.row_state_type, ("R", width)),) if width else ()
-
-
-def block_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    """What there is to say of the blocks of gamma drafts, whatever a family's graph reads of it."""
-    return (*_draws(dims.gamma), *_rows_of_blocks())
-
-
-def _draws(num_slots: int) -> tuple[Binding, ...]:
-    return (
-        Binding(ANCHOR_IDS, "int64", ("R",)),
-        Binding(TEMPERATURES, "float32", ("R",)),
-        Binding(UNIFORMS, "float32", ("R", num_slots)),
-    )
-
-
-def _rows_of_blocks() -> tuple[Binding, ...]:
-    return (
-        Binding(PAST_LENGTHS, "int64", ("R",)),
-        Binding(BLOCK_ROWS, "int64", ("R",)),
-        Binding(ROW_REQUESTS, "int64", (f"B_{CONTEXT}",)),
-        Binding(ROW_QUERY_LENGTHS, "int64", (f"B_{CONTEXT}",)),
-    )
-
-
-def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return (
-        *_draws(dims.slots_of_call),
-        *(_rows_of_blocks() if dims.cache.num_layers else ()),
-        *_row_states(ROW_STATES, dims),
-        *caches(CONTEXT, dims),
-    )
-
-
-def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
-    """Every output of a draft graph that is the memory of `cache`."""
-    if dims.is_sequential and not dims.is_slot_by_slot:
-        return (cache_output(cache), *(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1)))
-    return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
-
-
-def drafts(dims: DrafterDims, num_slots: int) -> tuple[Binding, ...]:
-    """Of num_slots of each request."""
-    return (
-        Binding(DRAFT_IDS, "int64", ("R", num_slots)),
-        Binding(DRAFT_LOGITS, "float32", ("R", num_slots, dims.vocab_size)),
-        Binding(CONFIDENCE_LOGITS, "float32", ("R", num_slots)),
-    )
-
-
-def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return (
-        *drafts(dims, dims.slots_of_call),
-        *(_row_states(LAST_STATES, dims) if dims.is_slot_by_slot else ()),
-        *(
-            Binding(output, cache.element_type, cache.shape)
-            for cache in caches(CONTEXT, dims)
-            for output in draft_cache_outputs(cache.name, dims)
-        ),
-    )
-
-
-def model_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return (
-        Binding(TOKEN_IDS, "int64", ("T",)),
-        Binding(POSITIONS, "int64", ("T",)),
-        Binding(LOGIT_ROWS, "int64", ("L",)),
-        Binding(PADDED_INDICES, "int64", ("T",)),
-        *row_group(CONTEXT),
-        Binding(TEMPERATURES, "float32", ("L",)),
-        Binding(UNIFORMS, "float32", ("L", 1)),
-        *caches(CONTEXT, dims),
-    )
-
-
-def model_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return (
-        Binding(DRAFT_IDS, "int64", ("L", 1)),
-        Binding(DRAFT_LOGITS, "float32", ("L", 1, dims.vocab_size)),
-        Binding(CONFIDENCE_LOGITS, "float32", ("L", 1)),
-        *cache_outputs(CONTEXT, dims),
-    )
-
-
-def select_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return tuple(_binding(tensor) for tensor in PrefixSelectOperation(select_form(dims)).inputs)
-
-
-def select_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return tuple(_binding(tensor) for tensor in PrefixSelectOperation(select_form(dims)).outputs)
-
-
-def _binding(tensor: Tensor) -> Binding:
-    assert tensor.element_type != "int32", "the index tensors of a graph are int64"
-    return Binding(tensor.name, tensor.element_type, tensor.shape)

@@ -24,12 +24,8 @@ from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
 from dspark_trt.graphs.attention_slot import GqaSlots
-from dspark_trt.graphs.attention_standard import (
-    StandardBlockAttention,
-    StandardCausalAttention,
-    StandardContext,
-    StandardSlots,
-)
+from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
+from dspark_trt.graphs.attention_standard_slot import StandardSlots
 from dspark_trt.graphs.builder import GraphBuilder
 
 logger = logging.getLogger(__name__)

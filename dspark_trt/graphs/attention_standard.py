@@ -41,7 +41,7 @@ class StandardCausalAttention:
         """`groups`: row groups by name, with the slots of their longest padded query."""
         self._builder = builder
         self._spec = spec
-        self._groups: list[tuple[_Rows, dict[int | None, Attend]]] = []
+        self._groups: list[tuple[Rows, dict[int | None, Attend]]] = []
         self._windows = [window_in_rows(spec, layer, dims.limits) for layer in range(spec.num_layers)]
         for group, num_slots in groups.items():
             tokens = bindings.group_tokens(group)
@@ -55,10 +55,10 @@ class StandardCausalAttention:
                 )
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
                 attends = {
-                    window: _causal_attention(builder, spec, dims, window, last_seen, num_slots=num_slots)
+                    window: attend_up_to(builder, spec, dims, window, last_seen, num_slots=num_slots)
                     for window in dict.fromkeys(self._windows)
                 }
-                self._groups.append((_Rows(builder, spec, dims, group, tokens, past, query), attends))
+                self._groups.append((Rows(builder, spec, dims, group, tokens, past, query), attends))
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
@@ -89,7 +89,7 @@ class StandardBlockAttention:
             forms = sorted({spec.attention_of(layer) for layer in range(spec.decoder.num_layers)}, key=str)
             self._attends = {form: self._attend_as(form, dims, row_past, slots) for form in forms}
             query = bindings.ROW_QUERY_LENGTHS
-            self._rows = _Rows(builder, spec.decoder, dims, bindings.CONTEXT, tokens, row_past, query)
+            self._rows = Rows(builder, spec.decoder, dims, bindings.CONTEXT, tokens, row_past, query)
 
     def _attend_as(self, form: BlockAttention, dims: DrafterDims, row_past: str, slots: str) -> Attend:
         """`row_past` [B] and `slots` [G]."""
@@ -102,7 +102,7 @@ class StandardBlockAttention:
                 "Expand", builder.op("Unsqueeze", row_last, builder.vector(1)), builder.vector(1, length)
             )
         if form.window is None:
-            return _causal_attention(builder, self._spec, dims, None, last_seen, num_slots=length)
+            return attend_up_to(builder, self._spec, dims, None, last_seen, num_slots=length)
         begin = positions if form.window_from == "slot" else builder.op("Unsqueeze", row_past, builder.vector(1))
         reach = form.window - 1 if form.window_from == "slot" else form.window
         first_seen = builder.op("Sub", begin, builder.scalar(reach))
@@ -117,58 +117,19 @@ class StandardBlockAttention:
         return builder.op("Reshape", blocks, builder.vector(-1, spec.num_heads * spec.shape_of(layer).head_dim))
 
 
-class StandardSlots:
-    """Slots that are drafted one after the other: a graph of one slot, whose queries are one token a request."""
-
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
-        assert dims.slots_of_call == 1, "a cache is updated once in a graph"
-        self._builder = builder
-        self._spec = spec
-        self._dims = dims
-
-    def at(self, slot: int, positions: str) -> _StandardSlot:
-        return _StandardSlot(self._builder, self._spec, self._dims, positions)
-
-
-class _StandardSlot:
-    """A token at `positions` [R] sees what is before it, and itself."""
-
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims, positions: str) -> None:
-        self._builder = builder
-        self._spec = spec
-        with builder.scope("rows"):
-            row_past = builder.op("Gather", positions, bindings.ROW_REQUESTS)  # [B]
-            # a row without request would read as far as request 0, to no use
-            row_past = builder.op("Mul", row_past, bindings.ROW_QUERY_LENGTHS)
-            tokens, last_seen = (
-                builder.op("Unsqueeze", each, builder.vector(1)) for each in (bindings.ROW_REQUESTS, row_past)
-            )  # [B, 1]
-            self._attend = _causal_attention(builder, spec, dims, None, last_seen, num_slots=1)
-            query = bindings.ROW_QUERY_LENGTHS
-            self._rows = _Rows(builder, spec, dims, bindings.CONTEXT, tokens, row_past, query)
-
-    def attend(self, layer: int, query_key: str, value: str) -> str:
-        """[R, (N+K)*H], [R, K*H] -> [R, N*H]."""
-        builder, spec = self._builder, self._spec
-        query, key = split_query_key(builder, spec, layer, query_key)
-        attended = self._rows.attend(layer, query, key, value, self._attend)  # [B, 1, N * H]
-        of_requests = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)
-        return builder.op("Reshape", of_requests, builder.vector(-1, spec.num_heads * spec.shape_of(layer).head_dim))
-
-
 class StandardContext:
     """Ingest: context tokens of a row group enter the cache."""
 
     def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
         group = bindings.CONTEXT
         tokens, past = bindings.group_tokens(group), bindings.group_past_lengths(group)
-        self._rows = _Rows(builder, spec, dims, group, tokens, past, bindings.group_query_lengths(group))
+        self._rows = Rows(builder, spec, dims, group, tokens, past, bindings.group_query_lengths(group))
 
     def append(self, layer: int, key: str, value: str) -> None:
         self._rows.write(layer, key, value)
 
 
-class _Rows:
+class Rows:
     """Padded rows of one group: writing them and attending over them."""
 
     def __init__(
@@ -218,7 +179,7 @@ class _Rows:
         return self._builder.op("Transpose", slots, perm=[0, 2, 1, 3])
 
 
-def _causal_attention(
+def attend_up_to(
     builder: GraphBuilder,
     spec: DecoderSpec,
     dims: TargetDims | DrafterDims,

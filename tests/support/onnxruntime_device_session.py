@@ -16,7 +16,10 @@ from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract import bindings
 from dspark_trt.contract.bindings import Binding
 from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.contract.draft_bindings import draft_inputs, draft_outputs
+from dspark_trt.contract.model_bindings import model_inputs, model_outputs
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.select_bindings import select_inputs, select_outputs
 from dspark_trt.engines.device.engines import DeviceEngines, DeviceSessions, open_device_engines
 from dspark_trt.engines.device.session import Tensors
 from dspark_trt.errors import EngineBuildError
@@ -114,12 +117,12 @@ def open_device_pair(
     of_target = target_dims_from_metadata(verify.metadata, names[0])
     of_drafter = drafter_dims_from_metadata(draft.metadata, names[1])
     verify.inputs, verify.outputs = bindings.target_inputs(of_target), bindings.target_outputs(of_target)
-    draft.inputs, draft.outputs = bindings.draft_inputs(of_drafter), bindings.draft_outputs(of_drafter)
+    draft.inputs, draft.outputs = draft_inputs(of_drafter), draft_outputs(of_drafter)
     if ingest is None:
-        draft.inputs, draft.outputs = bindings.model_inputs(of_drafter), bindings.model_outputs(of_drafter)
+        draft.inputs, draft.outputs = model_inputs(of_drafter), model_outputs(of_drafter)
     else:
         ingest.inputs, ingest.outputs = bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)
-    select.inputs, select.outputs = bindings.select_inputs(of_drafter), bindings.select_outputs(of_drafter)
+    select.inputs, select.outputs = select_inputs(of_drafter), select_outputs(of_drafter)
     sessions = DeviceSessions(verify, ingest, draft, select)
     engines = open_device_engines(sessions, of_target, of_drafter, "cpu")
     return DevicePair(engines, verify, ingest, draft, select, target_dims=of_target, drafter_dims=of_drafter)

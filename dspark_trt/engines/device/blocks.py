@@ -14,6 +14,7 @@ import torch
 from dspark_trt.contract import bindings
 from dspark_trt.contract.bindings import Binding
 from dspark_trt.contract.dims import DrafterDims
+from dspark_trt.contract.draft_bindings import drafts
 from dspark_trt.contract.protocol import DraftBatch, DraftEngine, DraftOutput
 from dspark_trt.engines.device.buffers import Arrays, FetchedOutputs, Layout, StagedInputs
 from dspark_trt.engines.device.cache import DeviceCache
@@ -53,6 +54,6 @@ class DeviceDrafter(DraftEngine, Protocol):
 
 def fetched_outputs(dims: DrafterDims, device: torch.device) -> FetchedOutputs:
     """What the host learns of a block."""
-    small = [each for each in bindings.drafts(dims, dims.gamma) if each.name != bindings.DRAFT_LOGITS]
+    small = [each for each in drafts(dims, dims.gamma) if each.name != bindings.DRAFT_LOGITS]
     outputs = [*small, Binding(VERIFY_LEN, "int64", ("R",))]
     return FetchedOutputs(Layout(outputs, {"R": dims.limits.max_requests}), device)

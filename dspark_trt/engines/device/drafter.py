@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims
+from dspark_trt.contract.draft_bindings import block_inputs
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch
 from dspark_trt.engines.capacity import check_rows
 from dspark_trt.engines.device.blocks import DraftCall, fetched_outputs
@@ -151,7 +152,7 @@ class DeviceDraftEngine:
         )
 
     def _make_draft_layout(self, num_requests: int, num_rows: int) -> Layout:
-        return Layout(bindings.block_inputs(self.dims), {"R": num_requests, f"B_{bindings.CONTEXT}": num_rows})
+        return Layout(block_inputs(self.dims), {"R": num_requests, f"B_{bindings.CONTEXT}": num_rows})
 
 
 def _whole_block(uniforms: NDArray[np.float32], gamma: int) -> NDArray[np.float32]:

@@ -16,6 +16,8 @@ import torch
 from dspark_trt.contract import bindings
 from dspark_trt.contract.bindings import Binding
 from dspark_trt.contract.dims import DrafterDims
+from dspark_trt.contract.draft_bindings import drafts
+from dspark_trt.contract.model_bindings import model_inputs
 from dspark_trt.engines.device.buffers import Layout
 from dspark_trt.engines.device.row_states import Call, ComposedSession
 from dspark_trt.engines.device.session import DeviceSession, Tensors
@@ -55,7 +57,7 @@ class ModelBlock(ComposedSession):
         drawn = most * (1 if dims.mask_token_id is None else dims.gamma)
         self._drafts = {
             each.name: torch.zeros((drawn, *each.shape[1:]), dtype=getattr(torch, each.element_type), device=device)
-            for each in bindings.drafts(dims, 1)
+            for each in drafts(dims, 1)
             if each.name != bindings.DRAFT_LOGITS
         }
         self._logits = torch.zeros((most, 1, dims.vocab_size), device=device)
@@ -108,7 +110,7 @@ class ModelBlock(ComposedSession):
 
 
 def _index_inputs(dims: DrafterDims) -> list[Binding]:
-    return [each for each in bindings.model_inputs(dims) if not bindings.is_cache(each.name)]
+    return [each for each in model_inputs(dims) if not bindings.is_cache(each.name)]
 
 
 def _extents(num_tokens: int, num_draws: int, rows: tuple[int, int]) -> dict[str, int]:

@@ -17,6 +17,7 @@ import torch
 from dspark_trt.contract import bindings
 from dspark_trt.contract.bindings import Binding
 from dspark_trt.contract.dims import DrafterDims
+from dspark_trt.contract.draft_bindings import draft_inputs, draft_outputs, drafts
 from dspark_trt.engines.device.session import DeviceSession, Tensors
 
 STATE_ROWS = Binding("state_rows", "int64", ("R",))  # of the segments of an ingest: padding repeats the last one
@@ -76,7 +77,7 @@ class StartingFromStates(ComposedSession):
 
     def __init__(self, session: DeviceSession, dims: DrafterDims, states: torch.Tensor) -> None:
         super().__init__(session)
-        self._names = {each.name for each in (*bindings.draft_inputs(dims), *bindings.draft_outputs(dims))}
+        self._names = {each.name for each in (*draft_inputs(dims), *draft_outputs(dims))}
         self._states = states
         self._of_requests = torch.zeros_like(states)
 
@@ -105,7 +106,7 @@ class SlotsInTurn(ComposedSession):
         self._of_requests, self._next = torch.zeros_like(states), torch.zeros_like(states)
         self._drafts = {
             each.name: torch.zeros((count, *each.shape[1:]), dtype=getattr(torch, each.element_type), device=device)
-            for each in bindings.drafts(dims, 1)
+            for each in drafts(dims, 1)
         }
 
     def _composed(self, tensors: Tensors, call: Callable[[Tensors], Call]) -> Call:

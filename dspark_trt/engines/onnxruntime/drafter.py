@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims_from_metadata
+from dspark_trt.contract.draft_bindings import draft_cache_outputs
 from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch
 from dspark_trt.engines.capacity import check_rows, check_tokens
@@ -170,7 +171,7 @@ class OnnxRuntimeDraftEngine:
                 bindings.ROW_REQUESTS: row_requests,
                 bindings.ROW_QUERY_LENGTHS: row_query_lengths,
             }
-        names = partial(bindings.draft_cache_outputs, dims=replace(self._dims, gamma=num_slots))
+        names = partial(draft_cache_outputs, dims=replace(self._dims, gamma=num_slots))
         key = (first_row, num_rows, int(bindings.DRAFT_LOGITS in outputs))
         self._drafts[num_slots].run(key, partial(self._caches, first_row, num_rows, names), inputs, outputs)
 

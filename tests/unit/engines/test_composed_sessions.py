@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, drafter_dims
+from dspark_trt.contract.draft_bindings import drafts
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.device.row_states import ComposedSession, SlotsInTurn, StartingFromStates, row_states
 from dspark_trt.engines.device.session import Tensors
@@ -68,7 +69,7 @@ def dims(tmp_path_factory: pytest.TempPathFactory) -> DrafterDims:
 
 def block_of(dims: DrafterDims, num_slots: int) -> Tensors:
     rows = torch.tensor([3, 1])
-    block = {each.name: torch.zeros((2, *each.shape[1:])) for each in bindings.drafts(dims, dims.gamma)}
+    block = {each.name: torch.zeros((2, *each.shape[1:])) for each in drafts(dims, dims.gamma)}
     block[bindings.DRAFT_IDS] = torch.full((2, dims.gamma), -1)
     return block | {
         bindings.ANCHOR_IDS: torch.tensor([10, 20]),
