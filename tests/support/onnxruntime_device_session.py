@@ -20,6 +20,7 @@ from dspark_trt.contract.draft_bindings import draft_inputs, draft_outputs
 from dspark_trt.contract.model_bindings import model_inputs, model_outputs
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.select_bindings import select_inputs, select_outputs
+from dspark_trt.engines.device.buffers import ALIGNMENT_BYTES
 from dspark_trt.engines.device.engines import DeviceEngines, DeviceSessions, open_device_engines
 from dspark_trt.engines.device.session import Tensors
 from dspark_trt.errors import EngineBuildError
@@ -53,6 +54,9 @@ class OnnxRuntimeDeviceSession:
         self._bound(tensors)()
 
     def bind(self, tensors: Tensors) -> Callable[[], None]:
+        """A tensor that is bound begins where TensorRT takes an address, as far as its memory does."""
+        for name, tensor in tensors.items():
+            assert tensor.storage_offset() * tensor.itemsize % ALIGNMENT_BYTES == 0, name
         self.bound_extents.append(self._check(tensors))
         return self._bound(tensors)
 

@@ -60,7 +60,8 @@ class ModelBlock(ComposedSession):
             for each in drafts(dims, 1)
             if each.name != bindings.DRAFT_LOGITS
         }
-        self._logits = torch.zeros((most, 1, dims.vocab_size), device=device)
+        # with masks a block's own are written where they stay, and these are those of a pass that drafts nothing
+        self._logits = torch.zeros((most if dims.is_in_turn else 1, 1, dims.vocab_size), device=device)
 
     def outputs(self, num_draws: int) -> Tensors:
         """Of a pass that makes so many drafts, at most one a request."""

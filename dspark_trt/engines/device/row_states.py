@@ -101,7 +101,8 @@ class SlotsInTurn(ComposedSession):
         super().__init__(session)
         self._states = states
         count, device = dims.limits.max_requests, states.device
-        self._ids = torch.zeros((2, count), dtype=torch.int64, device=device)  # tokens, and where they stand
+        # each begins where TensorRT takes an address
+        self._tokens, self._lengths = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
         self._uniforms = torch.zeros((count, 1), device=device)
         self._of_requests, self._next = torch.zeros_like(states), torch.zeros_like(states)
         self._drafts = {
@@ -112,7 +113,7 @@ class SlotsInTurn(ComposedSession):
     def _composed(self, tensors: Tensors, call: Callable[[Tensors], Call]) -> Call:
         """As many slots as `uniforms` [R, n] has."""
         count, num_slots = tensors[bindings.UNIFORMS].shape
-        tokens, lengths = self._ids[0, :count], self._ids[1, :count]
+        tokens, lengths = self._tokens[:count], self._lengths[:count]
         uniforms, of_requests, following = (x[:count] for x in (self._uniforms, self._of_requests, self._next))
         drafts = {name: tensor[:count] for name, tensor in self._drafts.items()}
         slot_call = call(
