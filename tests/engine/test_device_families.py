@@ -25,7 +25,8 @@ from tests.engine import test_medusa as medusa
 from tests.engine.test_onnxruntime_drafter import LIMITS, Contexts, assert_same_drafts
 from tests.support.conversations import open_pair, read_pair
 from tests.support.device_cases import LIMITS as SMALL_LIMITS
-from tests.support.device_cases import VOCABULARY, decode, device_loop, tokens_of
+from tests.support.device_cases import VOCABULARY, Pair, check_distribution, decode, device_loop, tokens_of
+from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_target
 from tests.support.family_checks import check_a_model_that_drafts_for_itself, check_first_drafts
 from tests.support.medusa_forms import MedusaOracle
@@ -188,3 +189,17 @@ def test_a_target_that_drafts_for_itself_accepts_every_draft(tmp_path: Path) -> 
 def test_first_drafts_are_near_the_oracles_as_a_gpu_has_to_have_them(tmp_path: Path) -> None:
     devices = Devices(tmp_path, "eagle3", "SpecForge")
     check_first_drafts(devices.pair.engines, devices.oracle, devices.contexts, 1e-4)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "language model"])
+def test_sampled_texts_of_fused_steps_have_the_targets_distribution(family: str, tmp_path: Path) -> None:
+    """Chi-square over all texts of three tokens of five ids, of which the drafter proposes three or four; the device
+    accepts over a column for each of the five."""
+    target = write_target(tmp_path / "target", family="qwen3", vocab_size=5)
+    if family == "eagle3":
+        drafter = write_eagle3(tmp_path / "drafter", target, "community", draft_ids=np.array([0, 2, 3]))
+    else:
+        drafter = write_target(tmp_path / "drafter", **language_model.SMALL, vocab_size=4, eos_token_ids=(2,))
+    pair = Pair(*read_pair(target, drafter))
+    device = open_device_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
+    check_distribution(device.engines, pair, SchedulerConfig("lagged_budget"), num_samples=500)
