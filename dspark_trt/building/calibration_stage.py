@@ -59,12 +59,21 @@ def measure(
     codec = TextCodec.load(build / "checkpoints" / "tokenizer")
     source = read_draft_source(build)
     target = target_spec_from_json(json.loads((build / "checkpoints" / "target.json").read_text()))
+    keeps_trajectories = source.kind == "lookahead"
     return calibrate(
-        UnpricedLoops(engines.target, engines.drafter, codec.decode, target.eos_token_ids, engines.acceptance),
+        UnpricedLoops(
+            engines.target,
+            engines.drafter,
+            codec.decode,
+            target.eos_token_ids,
+            engines.acceptance,
+            num_trajectory_drafts=source.gamma if keeps_trajectories else 0,
+        ),
         codec.encode_prompt,
         prompts,
         gamma=source.gamma,
         is_of_lookups=isinstance(source, NgramSpec),
+        keeps_trajectories=keeps_trajectories,
         budget_s=budget_s,
         max_tokens=max_tokens,
         num_samples=num_samples,

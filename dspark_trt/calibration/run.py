@@ -11,7 +11,7 @@ import numpy as np
 
 from dspark_trt.calibration.file import CalibrationFile, fitted, neutral, of_lookups
 from dspark_trt.calibration.fit import MIN_BLOCKS, fit, fit_temperatures, reaching
-from dspark_trt.calibration.lookup import Answer, count_lookups, fit_lookup
+from dspark_trt.calibration.lookup import Answer, TrajectoryCounts, count_lookups, fit_lookup
 from dspark_trt.calibration.prompts import Prompt
 from dspark_trt.calibration.quality import qualities
 from dspark_trt.calibration.record import Recorder, Recording
@@ -40,14 +40,16 @@ def record_blocks(
     max_tokens: int = MAX_TOKENS,
     num_samples: int = 1,
     max_seq_len: int,
+    observer: OnVerified | None = None,
     progress: Progress = lambda fraction: None,
 ) -> Recorder:
     """Answer the prompts, all drafts verified, until they are through or the time is up.
 
-    num_samples: answers of each prompt at a temperature above 0, each from a seed of its own.
+    num_samples: answers of each prompt at a temperature above 0, each from a seed of its own. observer: sees the steps
+    in the recorder's place.
     """
     recorder = Recorder(group_of=lambda request_id: int(request_id.split("-")[0]))
-    loop = make_loop(SchedulerConfig("fixed"), recorder.on_verified)
+    loop = make_loop(SchedulerConfig("fixed"), observer or recorder.on_verified)
     # prompt by prompt, so that whatever the budget allows holds every regime and, by their order, every kind
     tokens: dict[str, list[int]] = {}
     order = sorted(range(len(prompts)), key=lambda index: (index % 40, index))
@@ -84,13 +86,16 @@ def calibrate(
     num_samples: int = 1,
     max_seq_len: int,
     is_of_lookups: bool = False,
+    keeps_trajectories: bool = False,
     progress: Progress = lambda fraction: None,
 ) -> CalibrationFile:
     """Fit on the prompts for it, measure on those held out; neutral where too few blocks were seen.
 
     budget_s: seconds; max_tokens: of an answer; num_samples: see `record_blocks`. is_of_lookups: there is no drafter,
-    loops decode plainly, and how often copied drafts are accepted is all there is to measure.
+    and how often copied drafts are accepted is all there is to measure. keeps_trajectories: its loops verify them, and
+    decode plainly otherwise.
     """
+    trajectories = TrajectoryCounts()
     recorder = record_blocks(
         make_loop,
         encode,
@@ -99,9 +104,11 @@ def calibrate(
         max_tokens=max_tokens,
         num_samples=num_samples,
         max_seq_len=max_seq_len,
+        observer=trajectories.on_verified if keeps_trajectories else None,
         progress=progress,
     )
-    lookup = fit_lookup(recorder.answers)
+    counts = (trajectories.accepted, trajectories.seen) if keeps_trajectories else count_lookups(recorder.answers)
+    lookup = fit_lookup(counts)
     effort = {
         "num_prompts": len(prompts),
         "temperatures": list(TEMPERATURES),
@@ -110,7 +117,7 @@ def calibrate(
         "num_samples": num_samples,
     }
     if is_of_lookups:
-        _, seen = count_lookups(recorder.answers)
+        _, seen = counts
         num_lookups = dict(zip(_REGIMES, seen.astype(int).tolist(), strict=True))  # by match length
         return of_lookups(gamma, lookup, effort | {"num_lookups": num_lookups})
     to_fit, held_out = _split(recorder.recording(gamma), prompts)

@@ -15,6 +15,7 @@ from dspark_trt.checkpoints.spec import (
     BlockDrafterSpec,
     DecoderSpec,
     DrafterSpec,
+    Eagle3Spec,
     IngestedIds,
     LanguageModelSpec,
     TargetSpec,
@@ -92,6 +93,7 @@ class DrafterDims:
     ingested_ids: IngestedIds = "none"  # ids that `ingest` reads beside the taps
     row_state_width: int = 0  # numbers that are kept of a row's last ingested position: out of `ingest`, into `draft`
     is_sequential: bool = False  # a draft call writes the caches once for each slot, one after the other
+    has_masks: bool = False  # of EAGLE-3's form (DART): no slot waits for a draft
     mask_token_id: int | None = None  # of a language model: all slots in one call, of masks behind the anchor
 
     @property
@@ -111,7 +113,7 @@ class DrafterDims:
     @property
     def is_slot_by_slot(self) -> bool:
         """Whether a call of the draft graph makes one slot: a compiler for devices updates a cache once in a graph."""
-        return self.is_sequential and self.attention == "standard"
+        return self.is_sequential and not self.has_masks and self.attention == "standard"
 
     @property
     def is_in_turn(self) -> bool:
@@ -181,6 +183,7 @@ def drafter_dims(
         ingested_ids=spec.ingested_ids,
         row_state_width=spec.row_state_width,
         is_sequential=spec.is_sequential,
+        has_masks=isinstance(spec, Eagle3Spec) and spec.is_masked,
         mask_token_id=spec.mask_token_id if isinstance(spec, LanguageModelSpec) else None,
     )
 

@@ -70,6 +70,8 @@ def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
 
 def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
     """Every output of a draft graph that is the memory of `cache`."""
+    if dims.has_masks and dims.attention == "standard":
+        return ()  # slots stay in the graph, which only reads the caches
     if dims.is_sequential and not dims.is_slot_by_slot:
         return (cache_output(cache), *(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1)))
     return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))

@@ -23,10 +23,12 @@ from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
-from dspark_trt.graphs.attention_slot import GqaSlots
+from dspark_trt.graphs.attention_masked import Sinks
+from dspark_trt.graphs.attention_slot import GqaSlots, UnwrittenSlots
 from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
 from dspark_trt.graphs.attention_standard_slot import StandardSlots
 from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.weights import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -86,18 +88,19 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
 
 
 def block_attention(
-    builder: GraphBuilder, spec: BlockDrafterSpec, dims: DrafterDims, positions: str
+    builder: GraphBuilder, spec: BlockDrafterSpec, dims: DrafterDims, positions: str, weights: TensorSource
 ) -> AttentionEmitter:
     """For the draft block: every slot sees the context before the anchor and all slots (paper section 3.1), or less
     where a layer says so.
 
-    `positions` [R * block_length] of the blocks.
+    `positions` [R * block_length] of the blocks; `weights` of the drafter, where its layers have sinks.
     """
+    sinks = Sinks(builder, spec, weights)
     match dims.attention:
         case "drafter":
-            return FoldedBlockAttention(builder, spec, length=dims.block_length, positions=positions)
+            return FoldedBlockAttention(builder, spec, sinks, length=dims.block_length, positions=positions)
         case "standard":
-            return StandardBlockAttention(builder, spec, dims)
+            return StandardBlockAttention(builder, spec, sinks, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 
@@ -118,7 +121,7 @@ def slot_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) 
         case "drafter":
             return GqaSlots(builder, spec, num_slots=dims.slots_of_call)
         case "standard":
-            return StandardSlots(builder, spec, dims)
+            return (StandardSlots if dims.is_slot_by_slot else UnwrittenSlots)(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 import numpy as np
 from onnx import TensorProto
 
-from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, BlockDrafterSpec, DecoderSpec, LayerShape
+from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec, LayerShape
 from dspark_trt.contract import bindings
 from dspark_trt.graphs.attention_gqa import score_attributes
+from dspark_trt.graphs.attention_masked import Sinks
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.rotary import split_query_key
 
 _BEFORE_BIAS = ("",) * 3  # cos_cache, sin_cache, position_ids
-_BEHIND_BIAS = ("",) * 5  # head_sink .. k_norm_weight, before query_seqlens
+_BEHIND_SINK = ("",) * 4  # k_scale .. k_norm_weight, before query_seqlens
 _UNSEEN = -1e30
 
 
@@ -47,10 +48,13 @@ class ScatterContext:
 class FoldedBlockAttention:
     """Attention of draft blocks: what a layer's slots see is `drafter.attention_of(layer)`."""
 
-    def __init__(self, builder: GraphBuilder, drafter: BlockDrafterSpec, *, length: int, positions: str) -> None:
+    def __init__(
+        self, builder: GraphBuilder, drafter: BlockDrafterSpec, sinks: Sinks, *, length: int, positions: str
+    ) -> None:
         """`positions` [R * G] of blocks of `length`."""
         self._builder = builder
         self._drafter = drafter
+        self._sinks = sinks
         self._spec = spec = drafter.decoder
         self._length = length
         with builder.scope("rows"):
@@ -68,7 +72,8 @@ class FoldedBlockAttention:
             longest = builder.op("Add", builder.op("ReduceMax", last, builder.vector(0)), builder.scalar(1))
             self._longest = builder.op("Cast", longest, to=TensorProto.INT32)
             forms = sorted({drafter.attention_of(layer) for layer in range(spec.num_layers)}, key=str)
-            self._biases = {form: self._bias(form, past, longest) for form in forms if form != PLAIN_ATTENTION}
+            limited = [form for form in forms if form.is_causal or form.window is not None]
+            self._biases = {form: self._bias(form, past, longest) for form in limited}
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
@@ -87,7 +92,8 @@ class FoldedBlockAttention:
             self._longest,
             *_BEFORE_BIAS,
             self._biases.get(self._drafter.attention_of(layer), ""),
-            *_BEHIND_BIAS,
+            self._folded_sink(layer),
+            *_BEHIND_SINK,
             self._query_lengths,
             outputs=(
                 None,
@@ -100,6 +106,14 @@ class FoldedBlockAttention:
             **score_attributes(spec, layer),
         )
         return self._unfold(attended, shape.head_dim)
+
+    def _folded_sink(self, layer: int) -> str:
+        """Sinks of the folded heads [N * G]; empty where the layer has none."""
+        builder, sink = self._builder, self._sinks.of(layer)
+        if not sink:
+            return ""
+        column = builder.op("Unsqueeze", sink, builder.vector(1))
+        return builder.op("Reshape", builder.op("Expand", column, builder.vector(1, self._length)), builder.vector(-1))
 
     def _bias(self, form: BlockAttention, past: str, longest: str) -> str:
         """What is added to the scores of every folded head, [B, N * G, 1, J]; `past` [B] positions, `longest` [1]."""

@@ -1,21 +1,27 @@
-"""Attention of drafters that draft one slot after the other, on ONNX Runtime: each slot is a query of one token a
-request.
+"""Attention of drafters that draft one slot after the other: each slot is a query of one token a request.
 
 A slot sees the context before the first slot, the slots before it and itself. Nothing of a call for drafts is valid
 afterwards: the next ingest writes these positions.
 
-Shape letters: `R` requests, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head dim.
+Shape letters: `R` requests, `B` rows of the bound range, `N`/`K` query/KV heads, `Q` query heads of a KV head, `H` head
+dim, `C` row capacity, `J` slots so far.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
+import numpy as np
 from onnx import TensorProto
 
 from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import DrafterDims
+from dspark_trt.contract.drafter_form import LOWEST
+from dspark_trt.graphs.attention_gqa import score_attributes
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
 
 _NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_length and query_seqlens
@@ -78,6 +84,7 @@ class _GqaSlot:
             domain=CONTRIB_DOMAIN,
             num_heads=spec.num_heads,
             kv_num_heads=spec.num_kv_heads,
+            **score_attributes(spec, layer),
         )
         return _of_requests(builder, spec, attended)
 
@@ -86,6 +93,67 @@ class _GqaSlot:
         source = bindings.cache_slot_output(cache, self.slot - 1) if self.slot else cache
         is_last = self.slot == self.num_slots - 1
         return source, bindings.cache_output(cache) if is_last else bindings.cache_slot_output(cache, self.slot)
+
+
+class UnwrittenSlots:
+    """`standard`, all slots in one graph, where none waits for a draft: keys and values of the slots stay in the graph,
+    and the caches are only read.
+
+    TensorRT updates a cache once in a graph. Scores over the cache, under a mask, and over the slots stand side by side
+    in one softmax; the cost follows the capacity of a row.
+    """
+
+    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
+        self._builder = builder
+        self._spec = spec
+        self._dims = dims
+        self._slots: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)  # keys and values by layer
+        self._is_context = ""  # [B, 1, 1, C]
+
+    def at(self, slot: int, positions: str) -> UnwrittenSlots:
+        """`positions` [R] of the slot's tokens; slots come in their order."""
+        if not self._is_context:
+            builder = self._builder
+            with builder.scope("rows"):
+                begin = builder.op("Gather", positions, bindings.ROW_REQUESTS)
+                begin = builder.op("Mul", begin, bindings.ROW_QUERY_LENGTHS)  # a row without request sees no context
+                columns = builder.constant(np.arange(self._dims.cache.capacity, dtype=np.int64))
+                is_context = builder.op("Less", columns, builder.op("Unsqueeze", begin, builder.vector(1)))  # [B, C]
+                self._is_context = builder.op("Unsqueeze", is_context, builder.vector(1, 2))
+        return self
+
+    def attend(self, layer: int, query_key: str, value: str) -> str:
+        """[R, (N+K)*H], [R, K*H] -> [R, N*H]."""
+        builder, spec, dims = self._builder, self._spec, self._dims
+        query, key = split_query_key(builder, spec, layer, query_key)
+        slots = self._slots[layer]
+        slots.append((self._heads(key, 1), self._heads(value, 1)))
+        keys, values = (builder.op("Concat", *(slot[which] for slot in slots), axis=2) for which in (0, 1))
+        scale = self._constant(spec.score_scale_of(layer))
+        queries = builder.op("Mul", self._heads(query, spec.num_heads // spec.num_kv_heads), scale)  # [B, K, Q, H]
+        of_context = self._scores(queries, bindings.key_cache(bindings.CONTEXT, layer))
+        of_context = builder.op("Where", self._is_context, of_context, self._constant(LOWEST[dims.element_type]))
+        scores = builder.op("Concat", of_context, self._scores(queries, keys), axis=3)  # [B, K, Q, C + J]
+        weights = builder.op("Softmax", scores, axis=-1)
+        parts = builder.vector(dims.cache.capacity, len(slots))
+        on_context, on_slots = builder.multi_op("Split", weights, parts, axis=3, outputs=(None, None))
+        attended = builder.op(
+            "Add",
+            builder.op("MatMul", on_context, bindings.value_cache(bindings.CONTEXT, layer)),
+            builder.op("MatMul", on_slots, values),
+        )
+        return _of_requests(builder, spec, attended)
+
+    def _heads(self, x: str, num_heads: int) -> str:
+        """[R, K * num_heads * H] -> [B, K, num_heads, H]."""
+        shape = self._builder.vector(0, self._spec.num_kv_heads, num_heads, self._spec.head_dim)
+        return self._builder.op("Reshape", _of_rows(self._builder, x), shape)
+
+    def _scores(self, queries: str, keys: str) -> str:
+        return self._builder.op("MatMul", queries, self._builder.op("Transpose", keys, perm=[0, 1, 3, 2]))
+
+    def _constant(self, value: float) -> str:
+        return self._builder.constant(np.array(value, NUMPY_TYPES[self._dims.element_type]))
 
 
 def _of_rows(builder: GraphBuilder, x: str) -> str:

@@ -25,7 +25,7 @@ from dspark_trt_plugins.row_attention.function_body import row_attention_functio
 from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
-from dspark_trt.graphs.attention_masked import Attend, masked_attention
+from dspark_trt.graphs.attention_masked import Attend, Sinks, masked_attention
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.limits import window_in_rows
 from dspark_trt.graphs.numbers import NUMPY_TYPES
@@ -74,9 +74,10 @@ class StandardCausalAttention:
 class StandardBlockAttention:
     """Draft blocks: what a layer's queries see is `spec.attention_of(layer)`."""
 
-    def __init__(self, builder: GraphBuilder, spec: BlockDrafterSpec, dims: DrafterDims) -> None:
+    def __init__(self, builder: GraphBuilder, spec: BlockDrafterSpec, sinks: Sinks, dims: DrafterDims) -> None:
         self._builder = builder
         self._drafter = spec
+        self._sinks = sinks
         self._spec = spec.decoder
         length = dims.block_length
         with builder.scope("rows"):
@@ -101,13 +102,15 @@ class StandardBlockAttention:
             last_seen = builder.op(
                 "Expand", builder.op("Unsqueeze", row_last, builder.vector(1)), builder.vector(1, length)
             )
-        if form.window is None:
+        if form.window is None and not form.has_sink:
             return attend_up_to(builder, self._spec, dims, None, last_seen, num_slots=length)
+        if form.window is None:
+            return masked_attention(builder, self._spec, dims, None, last_seen, self._sinks)
         begin = positions if form.window_from == "slot" else builder.op("Unsqueeze", row_past, builder.vector(1))
         reach = form.window - 1 if form.window_from == "slot" else form.window
         first_seen = builder.op("Sub", begin, builder.scalar(reach))
         first_seen = builder.op("Expand", first_seen, builder.vector(1, length))  # [B, G]
-        return masked_attention(builder, self._spec, dims, first_seen, last_seen)
+        return masked_attention(builder, self._spec, dims, first_seen, last_seen, self._sinks)
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec

@@ -19,9 +19,11 @@ from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.engines.device.warm_up import warm_up
 from dspark_trt.engines.tensorrt.compiler.profiles import graph_profiles
 from dspark_trt.reference.engines import open_reference_engines
+from tests.engine import test_dart as dart
 from tests.engine import test_eagle3 as eagle3
 from tests.engine import test_language_model as language_model
 from tests.engine import test_medusa as medusa
+from tests.engine import test_mtp as mtp
 from tests.engine.test_onnxruntime_drafter import LIMITS, Contexts, assert_same_drafts
 from tests.support.conversations import open_pair, read_pair
 from tests.support.device_cases import LIMITS as SMALL_LIMITS
@@ -29,6 +31,7 @@ from tests.support.device_cases import VOCABULARY, Pair, check_distribution, dec
 from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_target
 from tests.support.family_checks import check_a_model_that_drafts_for_itself, check_first_drafts
+from tests.support.gemma4 import write_gemma_eagle3, write_gemma_target
 from tests.support.medusa_forms import MedusaOracle
 from tests.support.onnxruntime_device_session import DevicePair, open_device_pair, spoil
 from tests.support.profile_choice import chosen_profile
@@ -38,6 +41,20 @@ Opened = tuple[TargetCheckpoint, DrafterCheckpoint, DraftEngine]
 
 def of_eagle3(folder: Path, case: str) -> Opened:
     target, drafter = eagle3.write_pair(folder, case)
+    return target, drafter, open_reference_engines(target, drafter, limits=LIMITS)[1]
+
+
+def of_other_layer(folder: Path, case: str) -> Opened:
+    """The same graphs in forms that other drafters of one layer have."""
+    if case == "MTP":
+        pair = mtp.open_mimo(mtp.write_mimo(folder / "target"), num_drafts=3)
+        target, drafter = pair.target, pair.drafter
+    elif case == "DART":
+        path = write_target(folder / "target", family="qwen3")
+        target, drafter = read_pair(path, write_eagle3(folder / "drafter", path, "dart", extra=dart.TAPS))
+    else:
+        path = write_gemma_target(folder / "target")
+        target, drafter = read_pair(path, write_gemma_eagle3(folder / "drafter", path))
     return target, drafter, open_reference_engines(target, drafter, limits=LIMITS)[1]
 
 
@@ -53,6 +70,7 @@ def of_medusa(folder: Path, case: str) -> Opened:
 
 FAMILIES: dict[str, tuple[Callable[[Path, str], Opened], tuple[str, ...]]] = {
     "eagle3": (of_eagle3, ("DeepSpec", "SpecForge", "speculators, 3.1")),
+    "other layers": (of_other_layer, ("DART", "MTP", "Gemma 4")),
     "language model": (of_language_model, ("qwen3, tied", "fewer ids", "more ids")),
     "PARD": (of_language_model, ("PARD", "PARD, tied, more ids")),
     "medusa": (of_medusa, ("Medusa", "vLLM, one matrix", "vLLM, token map")),

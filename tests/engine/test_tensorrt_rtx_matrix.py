@@ -20,10 +20,11 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from tests.engine.test_mtp import write_mimo
 from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_drafter, write_target
-from tests.support.gemma4 import write_gemma_drafter, write_gemma_target
+from tests.support.gemma4 import write_gemma_drafter, write_gemma_eagle3, write_gemma_target
 from tests.support.medusa_forms import random_heads, write_vllm_medusa
 from tests.support.rtx_graphs import SMS, Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
 from tests.support.transformers_targets import NO_KEYS_OF_A_DRAFTER, write_by_transformers
@@ -96,6 +97,17 @@ def test_a_mask_first_block_with_a_window_and_fewer_ids_compiles(tmp_path: Path)
     assert facts[bindings.DRAFT_GRAPH].warnings == ()
 
 
+def test_a_block_with_attention_sinks_compiles(tmp_path: Path) -> None:
+    """No attention of TensorRT has sinks: these layers are products of matrices."""
+    target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
+    drafter = write_dialect(tmp_path / "drafter", target, "nemotron", layers=2, layer_ids=(0, 1), block_size=8)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.DRAFT_GRAPH], sms=(89,))
+    counts = {"KV_CACHE_UPDATE": 4, "PLUGIN_V3": 1, "ROTARY_EMBEDDING": 2}
+    assert counted_layers(facts) == {bindings.DRAFT_GRAPH: counts}
+    assert facts[bindings.DRAFT_GRAPH].warnings == ()
+
+
 def test_a_target_with_experts_and_windows_compiles(tmp_path: Path) -> None:
     """An MLP in layer 0, experts in their plain form above, and no layer sees farther than its window."""
     sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "moe_intermediate_size": 32}
@@ -126,10 +138,9 @@ def test_gemma4_with_the_heads_of_its_12b_model_compiles(tmp_path: Path) -> None
 
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # keys of the configuration, and what attends
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # keys of a configuration, and what attends
     "qwen2": ({}, "PLUGIN_V3"),
     "mistral": ({"sliding_window": 8}, "ATTENTION_INPUT"),
-    "phi3": ({"sliding_window": None}, "PLUGIN_V3"),
     "qwen2_moe": ({"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS}, "PLUGIN_V3"),
     "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "PLUGIN_V3"),
 }
@@ -198,6 +209,26 @@ def test_graphs_of_medusa_heads_compile(tmp_path: Path) -> None:
         bindings.INGEST_GRAPH: {},
         bindings.DRAFT_GRAPH: {"PLUGIN_V3": 2},
     }
+
+
+@pytest.mark.parametrize("form", ["DART", "MTP", "Gemma 4"])
+def test_graphs_of_other_drafters_of_one_layer_compile(form: str, tmp_path: Path) -> None:
+    if form == "DART":
+        target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
+        taps = {"target_layer_ids": [0, 1, 2], "draft_length": 1}
+        drafter = write_eagle3(tmp_path / "drafter", target, "dart", extra=taps)
+    elif form == "MTP":
+        target = drafter = write_mimo(tmp_path / "target", hidden_size=64)
+    else:
+        target = write_gemma_target(tmp_path / "target", hidden_size=64, num_attention_heads=4, global_head_dim=64)
+        drafter = write_gemma_eagle3(tmp_path / "drafter", target, ttt_length=2)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.DRAFT_GRAPH], sms=(89,))
+    num_slots = pair.drafter.gamma if form == "DART" else 1  # the others' slots wait for each other's drafts
+    found = counted_layers(facts)[bindings.DRAFT_GRAPH]
+    attention = 1 if form == "MTP" else 0  # Gemma 4's is under a mask, DART's in products of matrices
+    assert (found["PLUGIN_V3"], found["ROTARY_EMBEDDING"]) == (num_slots + attention, num_slots)
+    assert facts[bindings.DRAFT_GRAPH].warnings == ()
 
 
 def check_compiled_elsewhere(pair: Pair, folder: Path, *, use_plugins: bool, names: Sequence[str] = GRAPHS) -> None:

@@ -16,7 +16,7 @@ from dspark_trt_plugins.operation import workspace_offsets
 from dspark_trt_plugins.registry import operations_in
 from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 
-from dspark_trt.checkpoints.layout import EXPERTS_UP
+from dspark_trt.checkpoints.layout import EXPERTS_UP, SINK
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import MASK_SCOPE, NATIVE_HEAD_DIMS, DrafterDims, TargetDims
 from dspark_trt.engines.tensorrt.compiler.profiles import Profile
@@ -96,6 +96,7 @@ def _masked_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, extent
     if not any(f"{MASK_SCOPE}/" in node.name for node in model.graph.node):
         return 0
     size, num_bytes = ELEMENT_BYTES[dims.element_type], 0
+    has_sinks = any(tensor.name.endswith(SINK.removeprefix("layers.{}")) for tensor in model.graph.initializer)
     rotated = max(_int_attribute(node, "num_heads") for node in model.graph.node if node.op_type == "RotaryEmbedding")
     for group in (name.removeprefix("B_") for name in extents if name.startswith("B_")):
         rows, length = (
@@ -105,8 +106,9 @@ def _masked_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, extent
         of_layers = []
         for layer in range(dims.cache.num_layers):
             num_kv_heads, capacity, head_dim = dims.cache.row_shape_of(layer)
-            is_product, num_heads = head_dim not in NATIVE_HEAD_DIMS, rotated - num_kv_heads
-            copies = num_kv_heads * capacity * head_dim * (size + (4 if is_product else size))
+            is_product, num_heads = has_sinks or head_dim not in NATIVE_HEAD_DIMS, rotated - num_kv_heads
+            num_copied = num_heads if num_kv_heads == 1 and not is_product else num_kv_heads
+            copies = num_copied * capacity * head_dim * (size + (4 if is_product else size))
             scores = _SCORE_BYTES * (num_heads if is_product else num_heads // num_kv_heads) * length * capacity
             of_layers.append(rows * (copies + scores))
         num_bytes += max(of_layers)
