@@ -137,11 +137,10 @@ def test_gemma4_with_the_heads_of_its_12b_model_compiles(tmp_path: Path) -> None
     assert facts[bindings.TARGET_GRAPH].layers["SOFTMAX"] == len(bindings.TARGET_GROUPS)
 
 
-EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # keys of a configuration, and what attends
     "qwen2": ({}, "PLUGIN_V3"),
     "mistral": ({"sliding_window": 8}, "ATTENTION_INPUT"),
-    "qwen2_moe": ({"num_experts": 4, "shared_expert_intermediate_size": 32, **EXPERTS}, "PLUGIN_V3"),
+    "qwen2_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, "PLUGIN_V3"),
     "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "PLUGIN_V3"),
 }
 
@@ -153,10 +152,9 @@ def test_a_target_of_every_family_compiles(family: str, tmp_path: Path) -> None:
     target = write_by_transformers(tmp_path / "target", family, **sizes, **keys)
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
-    names = [bindings.TARGET_GRAPH]
-    found = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=names, sms=(89,))[bindings.TARGET_GRAPH]
+    graph, groups = bindings.TARGET_GRAPH, len(bindings.TARGET_GROUPS)
+    found = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[graph])[graph]
     assert found.warnings == ()
-    groups = len(bindings.TARGET_GROUPS)
     assert (found.layers["KV_CACHE_UPDATE"], found.layers[attention]) == (2 * groups, groups)
     assert found.layers.get("TOPK", 0) == (1 if "num_experts_per_tok" in keys else 0)
 
@@ -167,16 +165,16 @@ def test_heads_that_tensorrt_has_no_attention_for_are_products(tmp_path: Path) -
     target = write_by_transformers(tmp_path / "target", "mistral", **sizes)
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH], sms=(89,))
-    assert facts[bindings.TARGET_GRAPH].layers["SOFTMAX"] == len(bindings.TARGET_GROUPS)
-    assert facts[bindings.TARGET_GRAPH].warnings == ()
+    graph = bindings.TARGET_GRAPH
+    found = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[graph])[graph]
+    assert (found.layers["SOFTMAX"], found.warnings) == (len(bindings.TARGET_GROUPS), ())
 
 
 def compiled_drafter(folder: Path, target: Path, drafter: Path) -> dict[str, dict[str, int]]:
     """Counted layers of the graphs of a drafter, for one GPU; nothing was warned of."""
     pair = export(target, drafter, folder / "graphs", EngineLimits(3, 48, 16), "bf16")
     names = [path.name for path in sorted(pair.graphs.glob("drafter*.onnx"))]
-    facts = compile_pair(pair, folder / "engines", use_plugins=True, names=names, sms=(89,))
+    facts = compile_pair(pair, folder / "engines", use_plugins=True, names=names)
     assert [facts[graph].warnings for graph in names] == [()] * len(names)
     return counted_layers(facts)
 
@@ -215,8 +213,8 @@ def test_graphs_of_medusa_heads_compile(tmp_path: Path) -> None:
 def test_graphs_of_other_drafters_of_one_layer_compile(form: str, tmp_path: Path) -> None:
     if form == "DART":
         target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
-        taps = {"target_layer_ids": [0, 1, 2], "draft_length": 1}
-        drafter = write_eagle3(tmp_path / "drafter", target, "dart", extra=taps)
+        keys = {"target_layer_ids": [0, 1, 2], "draft_length": 1}
+        drafter = write_eagle3(tmp_path / "drafter", target, "dart", extra=keys)
     elif form == "MTP":
         target = drafter = write_mimo(tmp_path / "target", hidden_size=64)
     else:
