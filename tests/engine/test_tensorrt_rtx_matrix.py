@@ -148,20 +148,20 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # keys of a configuration, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_of_every_family_compiles(family: str, tmp_path: Path) -> None:
     keys, attention = FAMILIES[family]
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 16}
-    target = write_by_transformers(tmp_path / "target", family, **sizes, **keys)
+    target = write_by_transformers(
+        tmp_path / "target", family, hidden_size=64, num_hidden_layers=1, head_dim=16, **keys
+    )
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
     graph, groups = bindings.TARGET_GRAPH, len(bindings.TARGET_GROUPS)
     found = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[graph])[graph]
     assert found.warnings == ()
     assert (found.layers["KV_CACHE_UPDATE"], found.layers[attention]) == (2 * groups, groups)
-    assert found.layers.get("TOPK", 0) == (1 if "num_experts_per_tok" in keys else 0)
+    assert found.layers.get("TOPK", 0) == int("num_experts_per_tok" in keys)
 
 
 def test_heads_that_tensorrt_has_no_attention_for_are_products(tmp_path: Path) -> None:
-    """Of a window: of 8 numbers, where its own attention begins with 16."""
-    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 8, "sliding_window": 8}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 8, "sliding_window": 8}
     target = write_by_transformers(tmp_path / "target", "mistral", **sizes)
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
