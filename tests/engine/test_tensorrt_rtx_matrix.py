@@ -148,9 +148,8 @@ FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # keys of a configuration, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_of_every_family_compiles(family: str, tmp_path: Path) -> None:
     keys, attention = FAMILIES[family]
-    target = write_by_transformers(
-        tmp_path / "target", family, hidden_size=64, num_hidden_layers=1, head_dim=16, **keys
-    )
+    keys = keys | {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    target = write_by_transformers(tmp_path / "target", family, **keys)
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
     graph, groups = bindings.TARGET_GRAPH, len(bindings.TARGET_GROUPS)
@@ -161,12 +160,11 @@ def test_a_target_of_every_family_compiles(family: str, tmp_path: Path) -> None:
 
 
 def test_heads_that_tensorrt_has_no_attention_for_are_products(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 8, "sliding_window": 8}
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 8, "sliding_window": 8}
     target = write_by_transformers(tmp_path / "target", "mistral", **sizes)
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
-    graph = bindings.TARGET_GRAPH
-    found = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[graph])[graph]
+    (found,) = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH]).values()
     assert (found.layers["SOFTMAX"], found.warnings) == (len(bindings.TARGET_GROUPS), ())
 
 
