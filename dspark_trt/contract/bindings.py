@@ -83,6 +83,7 @@ DRAFT_IDS = "draft_ids"
 DRAFT_LOGITS = "draft_logits"
 CONFIDENCE_LOGITS = "confidence_logits"
 LAST_STATES = "last_states"
+LOW_STEPS = "low_steps"  # of a target whose layers are switched (graphs/switched.py)
 
 ElementType = Literal["int64", "float32", "float16", "bfloat16"]
 
@@ -174,6 +175,11 @@ def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
         *taps,
         *(binding for group in TARGET_GROUPS for binding in cache_outputs(group, dims)),
     )
+
+
+def low_steps() -> Binding:
+    """The further input of a target whose layers are switched: an element for each of its Linear layers."""
+    return Binding(LOW_STEPS, "float32", ("linear_layers",))
 
 
 def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:

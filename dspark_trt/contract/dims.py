@@ -71,6 +71,7 @@ class TargetDims:
     hidden_size: int  # D
     num_taps: int  # M
     element_type: FloatType = "float32"
+    min_query_length: int = 1  # a row with fewer tokens in a call has so many queries all the same
 
     @property
     def tap_width(self) -> int:
@@ -145,6 +146,7 @@ def target_dims(
     limits: EngineLimits,
     attention: Attention,
     element_type: FloatType = "float32",
+    min_query_length: int = 1,
 ) -> TargetDims:
     """A row has room for max_seq_len and the longest query behind it, padding included.
 
@@ -152,7 +154,14 @@ def target_dims(
     """
     cache = _cache(spec.decoder, limits, limits.max_seq_len + limits.max_batch_tokens, attention)
     return TargetDims(
-        limits, cache, attention, spec.decoder.vocab_size, spec.decoder.hidden_size, num_taps, element_type
+        limits,
+        cache,
+        attention,
+        spec.decoder.vocab_size,
+        spec.decoder.hidden_size,
+        num_taps,
+        element_type,
+        min_query_length,
     )
 
 

@@ -14,7 +14,6 @@ from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.experts import Experts
 from dspark_trt.graphs.linears import Linears
 from dspark_trt.graphs.numbers import NUMPY_TYPES, Numbers
-from dspark_trt.graphs.quantize import LinearBits
 from dspark_trt.graphs.rotary import Rotary
 from dspark_trt.graphs.weights import TensorSource
 
@@ -28,14 +27,13 @@ class DecoderParts:
         spec: DecoderSpec,
         source: TensorSource,
         numbers: Numbers,
+        linear: Linears,
         *,
-        bits: LinearBits,
         positions: str,
         num_positions: int,
         experts: Experts | None = None,
-        is_read_again: bool = False,
     ) -> None:
-        """`positions` [T] of the packed tokens, all below `num_positions`; `is_read_again` as in `Linears`.
+        """`positions` [T] of the packed tokens, all below `num_positions`; `linear`: the Linear layers of `source`.
 
         `experts`: where the spec has some.
         """
@@ -44,7 +42,7 @@ class DecoderParts:
         self._source = source
         self._numbers = numbers
         self._experts = experts
-        self._linear = Linears(builder, source, bits, numbers.model, is_read_again=is_read_again)
+        self._linear = linear
         self._projections: dict[tuple[int, str, str], str] = {}
         shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
         forms = dict.fromkeys((shape.rope, shape.head_dim) for shape in shapes)

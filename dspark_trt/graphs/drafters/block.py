@@ -49,7 +49,7 @@ class BlockGraphs:
             spec.decoder,
             parts.weights,
             numbers,
-            bits=parts.bits.drafter_layers,
+            parts.linears(builder),
             positions=bindings.POSITIONS,
             num_positions=dims.limits.max_seq_len,
         )
@@ -90,7 +90,7 @@ class BlockGraphs:
             spec.decoder,
             parts.weights,
             parts.numbers,
-            bits=parts.bits.drafter_layers,
+            parts.linears(builder),
             positions=positions,
             num_positions=dims.limits.max_seq_len + dims.block_length,
         )

@@ -145,10 +145,9 @@ class Eagle3Graphs:
             self.spec.decoder,
             parts.weights,
             parts.numbers,
-            bits=parts.bits.drafter_layers,
+            parts.linears(builder, is_read_again=num_runs > 1),
             positions=positions,
             num_positions=num_positions,
-            is_read_again=num_runs > 1,
         )
 
     def _feature(self, builder: GraphBuilder, parts: DrafterParts, layers: DecoderParts) -> str:

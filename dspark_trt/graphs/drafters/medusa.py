@@ -43,7 +43,7 @@ class MedusaGraphs:
     def emit_draft(self, builder: GraphBuilder, parts: DrafterParts) -> None:
         """A head for each of parts.dims.gamma slots. The graphs of all slot counts read the same weights."""
         dims = parts.dims
-        blocks = Linears(builder, parts.weights, parts.bits.drafter_layers, dims.element_type)
+        blocks = parts.linears(builder)
         source = parts.head_weights if self.spec.is_head_shared else parts.weights
         onto_ids = Linears(builder, source, parts.head_bits, dims.element_type, is_read_again=True)
         states = parts.numbers.cast(builder, bindings.ROW_STATES, parts.numbers.context, parts.numbers.model)

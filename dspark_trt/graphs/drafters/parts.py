@@ -48,6 +48,11 @@ class DrafterParts:
         source = self.weights if self.spec.has_own_embedding else self.shared
         return builder.initializer(source.tensor(EMBEDDING, self.dims.element_type))
 
+    def linears(self, builder: GraphBuilder, *, is_read_again: bool = False) -> Linears:
+        """Linear layers of the drafter's own weights; `is_read_again` as in `Linears`."""
+        bits, element_type = self.bits.drafter_layers, self.numbers.model
+        return Linears(builder, self.weights, bits, element_type, is_read_again=is_read_again)
+
     def base_logits(self, builder: GraphBuilder, hidden: str) -> str:
         """hidden [T, D], normalised -> [T, W] over `ids`, or over every id."""
         head = Linears(
