@@ -3,9 +3,9 @@
 | call | ONNX Runtime | TensorRT, and ONNX Runtime as a check |
 |---|---|---|
 | target, causal over packed tokens | `gqa` | `standard` |
-| drafter, a language model | `gqa` | – |
+| drafter, a language model | `gqa` | `standard` |
 | drafter, a block | `drafter` | `standard` |
-| drafter, slots one after the other | `drafter` | `standard` |
+| drafter, slots one after the other | `drafter` | `standard`, a graph of one slot |
 | drafter, context that only enters the cache | `drafter` | `standard` |
 
 An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share.
@@ -24,8 +24,9 @@ from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
 from dspark_trt.graphs.attention_masked import Sinks
-from dspark_trt.graphs.attention_slot import GqaSlots, StandardSlots
+from dspark_trt.graphs.attention_slot import GqaSlots, UnwrittenSlots
 from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
+from dspark_trt.graphs.attention_standard_slot import StandardSlots
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.weights import TensorSource
 
@@ -81,7 +82,8 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
         case "gqa":
             return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS)
         case "standard":
-            return StandardCausalAttention(builder, spec, dims, gamma=gamma)
+            longest = {bindings.DECODE: gamma + 1, bindings.PREFILL: dims.limits.max_batch_tokens}
+            return StandardCausalAttention(builder, spec, dims, longest)
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
 
 
@@ -104,21 +106,22 @@ def block_attention(
 
 def model_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> AttentionEmitter:
     """For a language model that drafts: as the target's, of one row group."""
-    if dims.attention == "gqa":
-        return GqaAttention(builder, spec, dims.limits, (bindings.CONTEXT,))
-    raise ExportError(
-        f"head_dim: a language model that drafts needs a multiple of {_GQA_HEAD_DIM_MULTIPLE}, since the fallback of "
-        f"attention is not made for it, found {spec.head_dim}; use another drafter"
-    )
+    match dims.attention:
+        case "gqa":
+            return GqaAttention(builder, spec, dims.limits, (bindings.CONTEXT,))
+        case "standard":
+            longest = max(dims.limits.max_batch_tokens, dims.longest_pass)
+            return StandardCausalAttention(builder, spec, dims, {bindings.CONTEXT: longest})
+    raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
 
 
 def slot_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> SlotAttention:
-    """For dims.gamma slots that are drafted one after the other, from any position of the context on."""
+    """For the slots of a call that are drafted one after the other, from any position of the context on."""
     match dims.attention:
         case "drafter":
-            return GqaSlots(builder, spec, num_slots=dims.gamma)
+            return GqaSlots(builder, spec, num_slots=dims.slots_of_call)
         case "standard":
-            return StandardSlots(builder, spec, dims)
+            return (StandardSlots if dims.is_slot_by_slot else UnwrittenSlots)(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 

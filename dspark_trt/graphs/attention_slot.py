@@ -95,8 +95,9 @@ class _GqaSlot:
         return source, bindings.cache_output(cache) if is_last else bindings.cache_slot_output(cache, self.slot)
 
 
-class StandardSlots:
-    """`standard`: keys and values of the slots stay in the graph, and the caches are only read.
+class UnwrittenSlots:
+    """`standard`, all slots in one graph, where none waits for a draft: keys and values of the slots stay in the graph,
+    and the caches are only read.
 
     TensorRT updates a cache once in a graph. Scores over the cache, under a mask, and over the slots stand side by side
     in one softmax; the cost follows the capacity of a row.
@@ -109,7 +110,7 @@ class StandardSlots:
         self._slots: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)  # keys and values by layer
         self._is_context = ""  # [B, 1, 1, C]
 
-    def at(self, slot: int, positions: str) -> StandardSlots:
+    def at(self, slot: int, positions: str) -> UnwrittenSlots:
         """`positions` [R] of the slot's tokens; slots come in their order."""
         if not self._is_context:
             builder = self._builder

@@ -76,7 +76,7 @@ def write_graphs(
     write_target_graph(
         target,
         folder,
-        taps=drafters.TAPS,
+        taps=drafter.spec.target_layer_ids,
         norm_last_tap=drafter.spec.is_last_tap_normed,
         limits=limits,
         gamma=drafter.spec.gamma,

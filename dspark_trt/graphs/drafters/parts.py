@@ -60,11 +60,15 @@ class DrafterParts:
             self.head_weights,
             self.head_bits,
             self.dims.element_type,
-            is_read_again=self.dims.is_sequential and self.dims.gamma > 1,
+            is_read_again=self.dims.is_sequential and self.dims.slots_of_call > 1,
         )
         logits = head(hidden, self.head_name)
         if (cap := self.spec.decoder.logit_softcap) is not None:
             logits = softcapped(builder, logits, cap, self.dims.element_type)
+        return self.on_columns(builder, logits)
+
+    def on_columns(self, builder: GraphBuilder, logits: str) -> str:
+        """Logits [T, W] of a head's own rows, with a column for every id where every id has one."""
         if self.ids is not None or self.own_ids is None:
             return logits
         return _on_every_id(builder, logits, self.own_ids, self.dims, self.numbers)
