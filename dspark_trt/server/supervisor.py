@@ -17,6 +17,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from urllib.error import HTTPError
@@ -24,7 +25,7 @@ from urllib.error import HTTPError
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.machine.address import in_url
 from dspark_trt.server.arguments import EXIT_MARGIN_S, server_arguments
-from dspark_trt.server.http_calls import generate, is_ready
+from dspark_trt.server.http_calls import generate, is_ready, probe
 from dspark_trt.server.options import ServeOptions, with_ports
 from dspark_trt.server.prober import Prober
 from dspark_trt.server.processes import (
@@ -38,7 +39,7 @@ from dspark_trt.server.processes import (
 from dspark_trt.server.run_folder import RunFolder
 from dspark_trt.server.server_log import ServerLog
 from dspark_trt.server.server_tree import find_server
-from dspark_trt.server.signals import signals_ignored
+from dspark_trt.server.signals import signals_deferred, signals_ignored
 from dspark_trt.serving.control import send_command
 from dspark_trt.steptable.table import StepTable
 
@@ -121,20 +122,23 @@ class TritonServer:
             command += [f"--backend-directory={tree.backend_directory}"]
         output = self._log.open()
         try:
-            self._process = subprocess.Popen(
-                command,
-                env=tree.environment(),
-                cwd=tree.working_directory or self._folder.empty,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with signals_deferred():  # a process that was started must be known
+                self._process = subprocess.Popen(
+                    command,
+                    env=tree.environment(),
+                    cwd=tree.working_directory or self._folder.empty,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         finally:
             self._log.opened()
         self._wait_until_answering()
         self._stubs = stubs_of_group(self._process.pid)
-        self._prober = Prober(self.http_url, self._options.probe_interval_s, self._options.probe_timeout_s)
+        timeout_s = self._options.probe_timeout_s
+        ask = partial(probe, self.http_url, timeout_s=timeout_s)
+        self._prober = Prober(ask, self._options.probe_interval_s, timeout_s)
 
     def fault(self) -> str | None:
         """Why the server can no longer serve; None while it can. Cheap: to be asked several times a second."""
@@ -169,7 +173,7 @@ class TritonServer:
 
     def kill(self) -> None:
         """End every process of the server at once: its clients see that their connections end."""
-        with signals_ignored():
+        with signals_deferred():
             if self._prober is not None:
                 self._prober.close()
                 self._prober = None

@@ -148,7 +148,7 @@ def test_a_dead_front_end_is_started_again_on_its_port(served: Served) -> None:
     os.kill(child, signal.SIGKILL)
     status, _ = request(served.url, "/v1/models")  # waits in the socket, which stays open
     assert status == 200
-    assert "the front end failed and is started again\n" in served.lines
+    assert "the front end failed and is started again: its process ended\n" in served.lines
 
 
 def test_tls_and_a_key(served: Served, tiny_build: Path, tmp_path: Path) -> None:

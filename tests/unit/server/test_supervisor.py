@@ -37,6 +37,7 @@ from pathlib import Path
 options = dict(argument[2:].split("=", 1) for argument in sys.argv[1:] if not argument.startswith("--backend-config"))
 (prefix,) = [argument.rsplit("=", 1)[1] for argument in sys.argv if "shm-region-prefix-name" in argument]
 repository, behaviour = Path(options["model-repository"]), {behaviour!r}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as tritonserver has one of its own, in the background too
 Path("/dev/shm", prefix + "region").write_text("")
 stub = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", stub])
