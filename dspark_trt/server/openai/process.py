@@ -80,6 +80,8 @@ class FrontEndProcess:
 
     def restart(self) -> None:
         """Start it again on the same socket, a while after the last start. Raises EngineBuildError as `start` does."""
+        if self._process is not None:
+            self._process.kill()  # one that hangs would not end by itself
         time.sleep(max(0.0, self._started_at + _MIN_LIFE_S - time.monotonic()))
         self.stop()
         try:
