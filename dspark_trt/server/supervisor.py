@@ -20,7 +20,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.machine.address import in_url
@@ -40,6 +39,7 @@ from dspark_trt.server.run_folder import RunFolder
 from dspark_trt.server.server_log import ServerLog
 from dspark_trt.server.server_tree import find_server
 from dspark_trt.server.signals import signals_deferred, signals_ignored
+from dspark_trt.server.start_watch import FirstAnswer, StartWatch
 from dspark_trt.serving.control import send_command
 from dspark_trt.steptable.table import StepTable
 
@@ -207,23 +207,30 @@ class TritonServer:
         return f"tritonserver serving {self._build_dir} ended by itself; {self.log_tail()}"
 
     def _wait_until_answering(self) -> None:
-        deadline = time.monotonic() + self._options.startup_timeout_s
+        assert self._process is not None, "started before"
+        watch, deadline = StartWatch(self._process.pid), time.monotonic() + self._options.startup_timeout_s
         while not is_ready(self.http_url):
-            if self.has_died():
-                raise EngineBuildError(self.describe_death())
+            self._check_start(watch)
             if time.monotonic() > deadline:
                 waited = f"{self._options.startup_timeout_s:g} s"
                 raise EngineBuildError(
                     f"tritonserver serving {self._build_dir} is not ready after {waited}; {self.log_tail()}"
                 )
             time.sleep(_POLL_S)
-        try:
-            generate(self.http_url, {"text_input": "Hello", "max_tokens": 1}, timeout_s=_FIRST_ANSWER_TIMEOUT_S)
-        except OSError as error:
-            reason = error.read().decode(errors="replace") if isinstance(error, HTTPError) else str(error)
+        first = FirstAnswer(self.http_url, _FIRST_ANSWER_TIMEOUT_S)
+        while first.is_awaited():
+            self._check_start(watch)
+        if first.error is not None:
             raise EngineBuildError(
-                f"tritonserver serving {self._build_dir} is ready but does not answer: {reason}; {self.log_tail()}"
-            ) from error
+                f"tritonserver serving {self._build_dir} is ready but does not answer: {first.error}; {self.log_tail()}"
+            )
+
+    def _check_start(self, watch: StartWatch) -> None:
+        """Raises EngineBuildError when the server will not come up any more."""
+        if self.has_died():
+            raise EngineBuildError(self.describe_death())
+        if (fault := watch.fault()) is not None:
+            raise EngineBuildError(f"tritonserver serving {self._build_dir} does not start: {fault}; {self.log_tail()}")
 
     def log_tail(self, num_lines: int = 30) -> str:
         log_file = self._options.log_file

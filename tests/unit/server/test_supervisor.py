@@ -40,7 +40,8 @@ repository, behaviour = Path(options["model-repository"]), {behaviour!r}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as tritonserver has one of its own, in the background too
 Path("/dev/shm", prefix + "region").write_text("")
 stub = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", stub])
+arguments = ["triton_python_backend_stub", str(repository / "dspark" / "1" / "model.py")]
+child = subprocess.Popen([sys.executable, "-c", stub, *arguments])
 Path({state!r}).write_text(json.dumps(dict(
     child=child.pid, prefix=prefix, repository=str(repository), environment=dict(os.environ),
     folder=os.getcwd(), scheduler=(repository / "dspark" / "config.pbtxt").read_text())))
@@ -64,6 +65,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 if behaviour == "never ready":
+    time.sleep(600)
+if behaviour == "loses a model while it starts":
+    time.sleep(1)
+    child.kill()
+    child.wait()
     time.sleep(600)
 if behaviour == "dies later":
     import threading
@@ -157,6 +163,11 @@ def test_another_scheduler_is_served_from_an_overlay_that_goes_away(
         ("dies", 20.0, r"ended by itself(?s:.)*model.py: the reason\nerror: creating server"),
         ("broken", 20.0, r"ready but does not answer: engine is broken(?s:.)*model.py: the reason"),
         ("never ready", 1.0, r"is not ready after 1 s(?s:.)*model.py: the reason"),
+        (
+            "loses a model while it starts",
+            60.0,
+            r"does not start: a process of its model dspark ended while",
+        ),
     ],
 )
 def test_server_that_does_not_come_up_shows_its_log_and_leaves_nothing(
