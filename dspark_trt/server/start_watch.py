@@ -13,7 +13,7 @@ from dspark_trt.server.processes import command_line, stubs_of_group
 
 _POLL_S = 0.05
 _INTERVAL_S = 0.25
-_MAX_LOOKS = 20  # in a row; Triton itself replaces the process that completes a configuration at once
+_MAX_LOOKS = 8  # in a row: another server on PATH may replace the process that completes a configuration
 _MODEL = re.compile(rb"/repository/(\w+)/1/model\.py")
 
 

@@ -45,7 +45,6 @@ from dspark_trt.steptable.table import StepTable
 
 __all__ = ["TritonServer", "generate"]
 
-_KILL_TIMEOUT_S = 10  # after which a server that does not stop is killed
 _ORPHAN_TIMEOUT_S = 2  # for killed processes to be gone
 _FIRST_ANSWER_TIMEOUT_S = 60
 _POLL_S = 0.05
@@ -182,13 +181,9 @@ class TritonServer:
                 self._process = None
 
     def stop(self) -> None:
-        """End the server and all that was made for it. Safe to call twice."""
+        """End the server and all that was made for it, at once; for running requests `drain` comes first. Safe to call
+        twice."""
         with signals_ignored():
-            if self._process is not None and not self.has_died():
-                os.kill(self._process.pid, signal.SIGINT)
-                deadline = time.monotonic() + _KILL_TIMEOUT_S
-                while not self.has_died() and time.monotonic() < deadline:
-                    time.sleep(_POLL_S)
             self.kill()
             if self._folder is not None:
                 self._folder.close()

@@ -34,7 +34,7 @@ import json, os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-options = dict(argument[2:].split("=", 1) for argument in sys.argv[1:] if not argument.startswith("--backend-config"))
+options = dict(argument[2:].partition("=")[::2] for argument in sys.argv[1:] if "backend-config" not in argument)
 (prefix,) = [argument.rsplit("=", 1)[1] for argument in sys.argv if "shm-region-prefix-name" in argument]
 repository, behaviour = Path(options["model-repository"]), {behaviour!r}
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as tritonserver has one of its own, in the background too
@@ -201,7 +201,7 @@ def test_metrics_are_for_this_machine_unless_their_own_address_says_otherwise(
     options: ServeOptions, bound: list[str]
 ) -> None:
     """S19: counts of a server's users were where its clients are."""
-    arguments = dict(line.split("=", 1) for line in server_arguments(options, "key", "prefix"))
+    arguments = dict(line.partition("=")[::2] for line in server_arguments(options, "key", "prefix"))
     assert [arguments[f"--{service}-address"] for service in ("http", "grpc", "metrics")] == bound
 
 
@@ -217,7 +217,12 @@ serve(Path(sys.argv[1]), ServeOptions(0, 0, 0), on_ready=lambda server: print(se
 
 @pytest.mark.parametrize(
     ("behaviour", "number", "num_signals"),
-    [("works", signal.SIGINT, 1), ("works", signal.SIGTERM, 1), ("stops late", signal.SIGINT, 3)],
+    [
+        ("works", signal.SIGINT, 1),
+        ("works", signal.SIGTERM, 1),
+        ("works", signal.SIGHUP, 1),
+        ("stops late", signal.SIGINT, 3),
+    ],
 )
 def test_serve_ends_cleanly_on_a_signal_and_on_impatient_ones(
     build_dir: Path, state_file: Path, put_on_path: Any, behaviour: str, number: signal.Signals, num_signals: int
