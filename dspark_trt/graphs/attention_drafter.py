@@ -14,7 +14,6 @@ from onnx import TensorProto
 
 from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, BlockDrafterSpec, DecoderSpec, LayerShape
 from dspark_trt.contract import bindings
-from dspark_trt.graphs.attention_gqa import score_attributes
 from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
 from dspark_trt.graphs.rotary import split_query_key
 
@@ -97,7 +96,7 @@ class FoldedBlockAttention:
             domain=CONTRIB_DOMAIN,
             num_heads=spec.num_heads * self._length,
             kv_num_heads=shape.num_kv_heads,
-            **score_attributes(spec, layer),
+            scale=spec.score_scale_of(layer),
         )
         return self._unfold(attended, shape.head_dim)
 
