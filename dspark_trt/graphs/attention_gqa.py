@@ -12,7 +12,7 @@ heads of a KV head, `H` head dim, `J` positions of the longest row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from onnx import TensorProto
@@ -73,37 +73,34 @@ class _Group:
         """[T, (N + 2 K) * H] -> [B * S, N * H]"""
         builder, shape = self._builder, self._spec.shape_of(layer)
         padded = builder.op("Gather", packed, self._tokens, axis=0)
-        keys, values = bindings.key_cache(self._group, layer), bindings.value_cache(self._group, layer)
-        caches = bindings.cache_output(keys), bindings.cache_output(values)
+        caches = bindings.key_cache(self._group, layer), bindings.value_cache(self._group, layer)
+        outputs = None, bindings.cache_output(caches[0]), bindings.cache_output(caches[1])
         fold = self._folds.get(self._spec.num_heads // shape.num_kv_heads)
         if window is not None or self._group == bindings.PREFILL:
-            attended, _, _ = self._call(padded, keys, values, shape, outputs=(None, *caches), window=window)
+            attended, _, _ = self._call(padded, caches, shape, outputs=outputs, window=window)
         elif self._group == bindings.DECODE and fold is None:  # a KV head for every head
-            attended, _, _ = self._call(padded, keys, values, shape, outputs=(None, *caches), is_single=True)
+            attended, _, _ = self._call(padded, caches, shape, outputs=outputs, is_single=True)
         else:
             with builder.branch() as nodes:
-                single: Branch = nodes, self._call(padded, keys, values, shape, is_single=True)
+                single: Branch = nodes, self._call(padded, caches, shape, is_single=True)
             with builder.branch() as nodes:
                 several: Branch = (
                     nodes,
-                    self._call(padded, keys, values, shape)
-                    if fold is None
-                    else fold.call(padded, keys, values, self._spec, shape),
+                    self._call(padded, caches, shape) if fold is None else fold.call(padded, caches, self._spec, shape),
                 )
             attended, _, _ = builder.choose(
                 self._is_single if fold is None else fold.is_left_out,
                 single,
                 several,
                 element_type="float32",
-                outputs=(None, *caches),
+                outputs=outputs,
             )
         return builder.op("Reshape", attended, builder.vector(-1, self._spec.num_heads * shape.head_dim))
 
     def _call(
         self,
         padded: str,
-        keys: str,
-        values: str,
+        caches: Sequence[str],
         shape: LayerShape,
         *,
         outputs: tuple[str | None, str | None, str | None] = (None, None, None),
@@ -114,8 +111,7 @@ class _Group:
         return grouped_query_attention(
             self._builder,
             padded,
-            keys,
-            values,
+            caches,
             self._last_positions,
             self._longest,
             num_heads=num_heads,
@@ -170,7 +166,7 @@ class _Fold:
         floats = (builder.constant(np.array(value, np.float32)) for value in (0, UNSEEN))
         return builder.op("Where", is_seen, *floats)
 
-    def call(self, padded: str, keys: str, values: str, spec: DecoderSpec, shape: LayerShape) -> tuple[str, ...]:
+    def call(self, padded: str, caches: Sequence[str], spec: DecoderSpec, shape: LayerShape) -> tuple[str, ...]:
         """[B, S, (N + 2 K) * H] -> [B, S, K, G, H], and both caches."""
         builder, count, num_kv_heads, head_dim = self._builder, self._count, shape.num_kv_heads, shape.head_dim
         width = num_kv_heads * head_dim
@@ -178,11 +174,10 @@ class _Fold:
         query, key, value = builder.multi_op("Split", padded, sizes, axis=2, outputs=(None,) * 3)
         heads = builder.op("Reshape", query, builder.vector(0, 0, num_kv_heads, count, head_dim))
         turned = builder.op("Transpose", heads, perm=[0, 1, 3, 2, 4])
-        attended, *caches = grouped_query_attention(
+        attended, *written = grouped_query_attention(
             builder,
             builder.op("Reshape", turned, builder.vector(0, -1, width)),
-            keys,
-            values,
+            caches,
             self._last_positions,
             self._longest,
             num_heads=num_kv_heads,
@@ -194,7 +189,7 @@ class _Fold:
             query_lengths=self._query_lengths,
         )
         slots = builder.op("Reshape", attended, builder.vector(0, -1, count, num_kv_heads, head_dim))
-        return builder.op("Transpose", slots, perm=[0, 1, 3, 2, 4]), *caches
+        return builder.op("Transpose", slots, perm=[0, 1, 3, 2, 4]), *written
 
 
 def _int32(builder: GraphBuilder, value: str) -> str:

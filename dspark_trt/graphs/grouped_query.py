@@ -12,6 +12,8 @@ Two facts about the kernels of 1.32 decide (MLAS, `gqa_attention_base.h`, `flash
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from dspark_trt.checkpoints.spec import DecoderSpec
@@ -23,8 +25,7 @@ UNSEEN = -1e30  # added to a score of which nothing is to be left
 def grouped_query_attention(
     builder: GraphBuilder,
     query: str,
-    keys: str,
-    values: str,
+    caches: Sequence[str],
     last_positions: str,
     longest: str,
     *,
@@ -43,11 +44,11 @@ def grouped_query_attention(
 
     Args:
         query: [B, S, num_heads * H], or packed with keys and values where `key` and `value` are left out.
-        keys, values: the caches [B, K, C, H]; `outputs` has the names that they leave under.
+        caches: keys and values [B, K, C, H]; `outputs` has the names that they leave under.
         last_positions: int32 [B]; `longest` int32 [1] is an upper bound of what rows hold afterwards.
         window: the query's own position is counted, since ONNX Runtime 1.23.
     """
-    inputs = [query, key, value, keys, values, last_positions, longest, "", "", "", bias, sink, "", "", "", ""]
+    inputs = [query, key, value, *caches, last_positions, longest, "", "", "", bias, sink, "", "", "", ""]
     inputs.append(query_lengths)
     while not inputs[-1]:
         inputs.pop()

@@ -1,0 +1,104 @@
+"""What the graphs of two builds cost on this CPU: target steps and draft blocks, interleaved.
+
+    python perf/compare_graphs.py build/before build/after [--threads 2] [--rounds 15]
+
+User CPU time does not see what other programs do to this one's turn, wall time is what a request sees. Prints one line
+for each size, with medians of both builds and their ratio, and the largest difference between their logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dspark_trt.contract.protocol import DraftBatch, EngineLimits, TargetBatch
+from dspark_trt.engines.onnxruntime.drafter import OnnxRuntimeDraftEngine
+from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeSettings, OnnxRuntimeTargetEngine
+from dspark_trt.steptable.grid import verification_batch
+
+STEPS = [(requests, extra) for requests in (1, 8, 32) for extra in (0, requests, 3 * requests)]
+BLOCKS = [(requests, slots) for requests in (1, 8, 32) for slots in (1, 2, 3, 7)]
+DEPTHS = (64, 256, 1024, 4096)
+MAX_POSITIONS = 32 * 1024  # of all requests: memory of the caches
+
+
+def spread(requests: int, depth: int, limits: EngineLimits) -> np.ndarray:
+    """Past lengths around `depth`: requests that serve are of different lengths."""
+    lengths = np.linspace(0.75, 1.25, requests) * depth if requests > 1 else np.array([depth])
+    return np.minimum(lengths.astype(np.int64), limits.max_seq_len - 16)
+
+
+def step(requests: int, extra: int, depth: int, limits: EngineLimits) -> TargetBatch:
+    batch = verification_batch(requests, requests + extra, 7, depth, limits.max_requests)
+    return replace(batch, past_lengths=spread(requests, depth, limits))
+
+
+def block(requests: int, slots: int, depth: int, limits: EngineLimits) -> DraftBatch:
+    rows = np.arange(requests)
+    return DraftBatch(
+        rows,
+        rows % 97,
+        spread(requests, depth, limits),
+        np.zeros(requests, np.float32),
+        np.zeros((requests, slots), np.float32),
+        wants_logits=False,
+    )
+
+
+def compare(name: str, calls: list[Callable[[], Any]], rounds: int) -> None:
+    outputs = [np.array(call(), copy=True) for call in calls]
+    times: list[list[tuple[float, float]]] = [[] for _ in calls]
+    for _ in range(rounds):
+        for of_call, call in zip(times, calls, strict=True):
+            cpu, wall = time.process_time(), time.perf_counter()
+            call()
+            of_call.append((time.process_time() - cpu, time.perf_counter() - wall))
+    text = name
+    for which, unit in enumerate(("CPU", "wall")):
+        before, after = (statistics.median(each[which] for each in of_call) * 1e3 for of_call in times)
+        text += f"  {unit} {before:8.2f} -> {after:8.2f} ms  x {after / before:4.2f}"
+    print(f"{text}  differ by {np.abs(outputs[0] - outputs[1]).max():.0e}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("builds", type=Path, nargs=2)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--only", choices=["target", "drafter"])
+    given = parser.parse_args()
+    settings = OnnxRuntimeSettings(given.threads)
+    folders = [folder / "graphs" if (folder / "graphs").exists() else folder for folder in given.builds]
+    if given.only != "drafter":
+        targets = [OnnxRuntimeTargetEngine(folder, settings) for folder in folders]
+        limits = targets[0].limits
+        for requests, extra in STEPS:
+            for depth in DEPTHS:
+                if requests <= limits.max_requests and requests * depth <= MAX_POSITIONS:
+                    batch = step(requests, extra, depth, limits)
+                    calls = [lambda engine=engine, batch=batch: engine.forward(batch).logits for engine in targets]
+                    compare(f"step  {requests:3d} requests {extra:3d} more {depth:5d} deep", calls, given.rounds)
+        del targets, calls
+    if given.only != "target":
+        drafters = [OnnxRuntimeDraftEngine(folder, settings) for folder in folders]
+        limits = drafters[0].limits
+        for requests, slots in BLOCKS:
+            for depth in DEPTHS:
+                if requests <= limits.max_requests and requests * depth <= MAX_POSITIONS:
+                    wanted = block(requests, slots, depth, limits)
+                    calls = [
+                        lambda engine=engine, wanted=wanted: engine.draft(wanted).confidence_logits
+                        for engine in drafters
+                    ]
+                    compare(f"draft {requests:3d} requests {slots:3d} slots {depth:5d} deep", calls, given.rounds)
+
+
+if __name__ == "__main__":
+    main()
