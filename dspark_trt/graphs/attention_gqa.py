@@ -3,8 +3,9 @@
 The operator takes right-padded queries (`query_seqlens`), appends the valid keys and values at each row's own length
 and attends over the row's live positions only. Rows without tokens say query length 0: their cache is not touched.
 
-Rows that decode take one of two forms, by their padded length (see `grouped_query`): single tokens as they are, several
-with their heads folded. Chunks of prompts, and layers with a window, take the operator's own form.
+Rows that decode take the form for single tokens (see `grouped_query`), which is no slower for a few. Where a row has
+several, contexts are long and at least three heads share a KV head, it is their heads that are folded. Chunks of
+prompts, and layers with a window, take the operator's own form.
 
 Shape letters: `T` packed tokens, `B` rows and `S` padded query length of a group, `N`/`K` query/KV heads, `G` query
 heads of a KV head, `H` head dim, `J` positions of the longest row.
@@ -23,6 +24,10 @@ from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.builder import Branch, GraphBuilder
 from dspark_trt.graphs.grouped_query import UNSEEN, grouped_query_attention, no_sink, scaled_queries
 from dspark_trt.graphs.limits import window_in_rows
+
+# Folding pays from here on (docs/adr/0015)
+MIN_FOLDED_HEADS = 3  # of a KV head
+MIN_FOLDED_POSITIONS = 256  # of the longest row
 
 
 class GqaAttention:
@@ -66,7 +71,8 @@ class _Group:
             self._longest = _longest(builder, lengths, padded_length)
             self._is_single = _is_one(builder, padded_length)
             if group == bindings.DECODE:
-                for count in sorted({spec.num_heads // shape.num_kv_heads for shape in shapes} - {1}):
+                counts = {spec.num_heads // shape.num_kv_heads for shape in shapes}
+                for count in sorted(count for count in counts if count >= MIN_FOLDED_HEADS):
                     self._folds[count] = _Fold(builder, count, limits, past, query, padded_length)
 
     def attend(self, layer: int, packed: str, window: int | None) -> str:
@@ -78,7 +84,7 @@ class _Group:
         fold = self._folds.get(self._spec.num_heads // shape.num_kv_heads)
         if window is not None or self._group == bindings.PREFILL:
             attended, _, _ = self._call(padded, caches, shape, outputs=outputs, window=window)
-        elif self._group == bindings.DECODE and fold is None:  # a KV head for every head
+        elif self._group == bindings.DECODE and fold is None:
             attended, _, _ = self._call(padded, caches, shape, outputs=outputs, is_single=True)
         else:
             with builder.branch() as nodes:
@@ -138,12 +144,14 @@ class _Fold:
         self._builder = builder
         self._count = count
         folded_length = builder.op("Mul", padded_length, builder.vector(count))
-        # rows have room for max_batch_tokens behind the last position
-        is_long = builder.op("Greater", folded_length, builder.vector(limits.max_batch_tokens))
-        is_left_out = builder.op("Or", builder.op("Equal", padded_length, builder.vector(1)), is_long)
-        self.is_left_out = builder.op("Squeeze", is_left_out, builder.vector(0))
         folded_query = builder.op("Mul", query, builder.vector(count))
         lengths = builder.op("Max", builder.op("Add", past, folded_query), builder.vector(1))
+        is_shallow = builder.op("Less", builder.op("ReduceMax", past), builder.vector(MIN_FOLDED_POSITIONS))
+        # rows have room for max_batch_tokens behind the last position
+        is_long = builder.op("Greater", folded_length, builder.vector(limits.max_batch_tokens))
+        is_single = builder.op("Equal", padded_length, builder.vector(1))
+        is_left_out = builder.op("Or", builder.op("Or", is_single, is_shallow), is_long)
+        self.is_left_out = builder.op("Squeeze", is_left_out, builder.vector(0))
         self._last_positions = _int32(builder, builder.op("Sub", lengths, builder.vector(1)))
         self._query_lengths = _int32(builder, folded_query)
         self._longest = _longest(builder, lengths, folded_length)
