@@ -26,7 +26,8 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | positions | int64 [T] | this and what follows: where there are caches |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
 | | context.tokens, .past_lengths, .query_lengths | int64 | other attention: a row group |
-| draft | anchor_ids, past_lengths | int64 [R] | |
+| draft | taps, positions, rows | | as of ingest, where it ingests (`DrafterDims`); rows within the range, T may be 0 |
+| | anchor_ids, past_lengths | int64 [R] | |
 | | row_states | float [R, X] | where rows have a state: that of the row's last ingested position |
 | | temperatures, uniforms | float32 [R], [R, G] | |
 | | block_rows | int64 [R] | the request's row within the range |
@@ -49,6 +50,7 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | all | {cache}.out | the cache of that name, written in place |
 | model | draft_ids, draft_logits, confidence_logits | as of draft, each of the L rows a request of one slot |
 | select | | inputs and outputs of `dspark::PrefixSelect`, by their names (see its README) |
+| draft | {cache}.context | the same memory once more, between ingesting and writing the block, where it ingests |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 | draft | {cache}.slot_{j} | the same instead of it, after each slot but the last, where slots are drafted in turn |
 """
@@ -144,6 +146,10 @@ def cache_block_output(cache: str) -> str:
     return f"{cache}.block"
 
 
+def cache_context_output(cache: str) -> str:
+    return f"{cache}.context"
+
+
 def cache_slot_output(cache: str, slot: int) -> str:
     return f"{cache}.slot_{slot}"
 
@@ -215,7 +221,15 @@ def _row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
 
 
 def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    context: tuple[Binding, ...] = ()
+    if dims.ingests_in_draft:
+        context = (
+            Binding(TAPS, dims.element_type, ("T", dims.tap_width)),
+            Binding(POSITIONS, "int64", ("T",)),
+            Binding(ROWS, "int64", ("T",)),
+        )
     return (
+        *context,
         Binding(ANCHOR_IDS, "int64", ("R",)),
         Binding(PAST_LENGTHS, "int64", ("R",)),
         Binding(TEMPERATURES, "float32", ("R",)),
@@ -234,7 +248,9 @@ def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
         if dims.attention == "standard":
             return ()  # slots stay in the graph, which only reads the caches
         return (cache_output(cache), *(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1)))
-    return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
+    if not dims.ingests_in_draft:
+        return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
+    return (cache_output(cache), cache_context_output(cache), cache_block_output(cache))
 
 
 def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:

@@ -101,6 +101,11 @@ class DrafterDims:
         return self.num_taps * self.hidden_size
 
     @property
+    def ingests_in_draft(self) -> bool:
+        """Whether a draft graph brings the context up itself, before it drafts."""
+        return self.attention == "drafter" and self.cache.num_layers > 0 and not self.is_sequential
+
+    @property
     def block_length(self) -> int:
         """Positions of a block of gamma drafts."""
         return self.gamma + self.is_mask_first

@@ -10,6 +10,8 @@ dim, `T` context tokens, `J` positions of the longest row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from onnx import TensorProto
 
@@ -23,9 +25,13 @@ from dspark_trt.graphs.rotary import split_query_key
 class ScatterContext:
     """Writes K and V of T packed context tokens to any rows of the pool, each token's heads in one go."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec) -> None:
+    def __init__(
+        self, builder: GraphBuilder, spec: DecoderSpec, *, output: Callable[[str], str] = bindings.cache_output
+    ) -> None:
+        """`output`: the name under which a cache leaves."""
         self._builder = builder
         self._spec = spec
+        self._output = output
         rows = builder.op("Unsqueeze", bindings.ROWS, builder.vector(1, 2))  # [T, 1, 1]
         positions = builder.op("Unsqueeze", bindings.POSITIONS, builder.vector(1, 2))
         counts = dict.fromkeys(spec.shape_of(layer).num_kv_heads for layer in range(spec.num_layers))
@@ -38,7 +44,7 @@ class ScatterContext:
             name = cache(bindings.CONTEXT, layer)
             heads = self._builder.op("Reshape", x, shape)
             indices = self._indices[of_layer.num_kv_heads]
-            self._builder.op("ScatterND", name, indices, heads, output=bindings.cache_output(name))
+            self._builder.op("ScatterND", name, indices, heads, output=self._output(name))
 
 
 class FoldedBlockAttention:
@@ -157,10 +163,11 @@ class FoldedBlockAttention:
         return builder.op("Reshape", of_heads, folded)
 
     def _write(self, cache: str, x: str, shape: LayerShape) -> str:
-        """The cache with the whole block [R * G, K * H] behind the context."""
+        """The cache with the whole block [R * G, K * H] behind the context, which was brought up before."""
         builder, count = self._builder, shape.num_kv_heads
         heads = builder.op("Reshape", x, builder.vector(-1, self._length, count, shape.head_dim))
-        return builder.op("ScatterND", cache, self._indices[count], heads, output=bindings.cache_block_output(cache))
+        context = bindings.cache_context_output(cache)
+        return builder.op("ScatterND", context, self._indices[count], heads, output=bindings.cache_block_output(cache))
 
     def _last_of_rows(self, x: str, shape: LayerShape) -> str:
         """The last slot alone, [R * G, K * H] -> [B, 1, K * H].

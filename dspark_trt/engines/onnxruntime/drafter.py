@@ -101,12 +101,17 @@ class OnnxRuntimeDraftEngine:
 
     def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
-        if ingest is not None:
-            self.ingest(ingest)
         rows, anchor_ids, past = int64(batch.rows, batch.anchor_ids, batch.past_lengths)
+        context: dict[str, NDArray[Any]] = {}
+        involved = rows
+        if self._dims.ingests_in_draft:
+            context = self._context(ingest)
+            involved = np.concatenate([rows, context[bindings.ROWS]])
+        elif ingest is not None:
+            self.ingest(ingest)
         check_rows(self.limits, rows, past + 1)
-        num_requests, first_row = len(rows), int(rows.min())
-        num_rows = int(rows.max()) - first_row + 1
+        num_requests, first_row = len(rows), int(involved.min())
+        num_rows = int(involved.max()) - first_row + 1
         row_requests, row_query_lengths = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         row_requests[rows - first_row] = np.arange(num_requests)
         row_query_lengths[rows - first_row] = 1
@@ -123,6 +128,8 @@ class OnnxRuntimeDraftEngine:
             bindings.ROW_REQUESTS: row_requests,
             bindings.ROW_QUERY_LENGTHS: row_query_lengths,
         }
+        if context:
+            inputs |= context | {bindings.ROWS: context[bindings.ROWS] - first_row}
         if self._dims.row_state_width:
             inputs[bindings.ROW_STATES] = self._row_states[rows]
         shape = (num_requests, num_slots)
@@ -145,6 +152,17 @@ class OnnxRuntimeDraftEngine:
             None if draft_logits is None else draft_logits[:, :wanted],
             confidence_logits[:, :wanted],
         )
+
+    def _context(self, batch: IngestBatch | None) -> dict[str, NDArray[Any]]:
+        """What a draft graph takes in before it drafts, with rows of the whole pool; of no token without `batch`."""
+        if batch is None:
+            none = np.empty(0, np.int64)
+            taps = np.empty((0, self._dims.tap_width), self._dims.element_type)
+            return {bindings.TAPS: taps, bindings.POSITIONS: none, bindings.ROWS: none}
+        rows, past, query = int64(batch.rows, batch.past_lengths, batch.query_lengths)
+        check_rows(self.limits, rows, past + query)
+        places = {bindings.POSITIONS: positions(past, query), bindings.ROWS: np.repeat(rows, query)}
+        return self._ingested(batch) | places
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._pool.move_row(source, destination, num_positions)
