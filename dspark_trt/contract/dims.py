@@ -95,15 +95,11 @@ class DrafterDims:
     row_state_width: int = 0  # numbers that are kept of a row's last ingested position: out of `ingest`, into `draft`
     is_sequential: bool = False  # a draft call writes the caches once for each slot, one after the other
     mask_token_id: int | None = None  # of a language model: all slots in one call, of masks behind the anchor
+    ingests_in_draft: bool = False  # a draft graph brings the context up itself, before it drafts
 
     @property
     def tap_width(self) -> int:
         return self.num_taps * self.hidden_size
-
-    @property
-    def ingests_in_draft(self) -> bool:
-        """Whether a draft graph brings the context up itself, before it drafts."""
-        return self.attention == "drafter" and self.cache.num_layers > 0 and not self.is_sequential
 
     @property
     def block_length(self) -> int:
@@ -157,6 +153,7 @@ def drafter_dims(
         row_state_width=spec.row_state_width,
         is_sequential=spec.is_sequential,
         mask_token_id=spec.mask_token_id if isinstance(spec, LanguageModelSpec) else None,
+        ingests_in_draft=attention == "drafter" and bool(spec.decoder.num_layers) and not spec.is_sequential,
     )
 
 
