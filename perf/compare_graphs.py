@@ -1,4 +1,4 @@
-"""What the graphs of two builds cost on this CPU: target steps and draft blocks, interleaved.
+"""What the graphs of two builds cost on this CPU: target steps, and draft blocks with their ingest.
 
     python perf/compare_graphs.py build/before build/after [--threads 2] [--rounds 15]
 
@@ -17,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 
-from dspark_trt.contract.protocol import DraftBatch, EngineLimits, TargetBatch
+from dspark_trt.contract import bindings
+from dspark_trt.contract.dims import DrafterDims, drafter_dims_from_metadata
+from dspark_trt.contract.protocol import DraftBatch, EngineLimits, IngestBatch, TargetBatch
 from dspark_trt.engines.onnxruntime.drafter import OnnxRuntimeDraftEngine
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeSettings, OnnxRuntimeTargetEngine
 from dspark_trt.steptable.grid import verification_batch
@@ -40,16 +43,18 @@ def step(requests: int, extra: int, depth: int, limits: EngineLimits) -> TargetB
     return replace(batch, past_lengths=spread(requests, depth, limits))
 
 
-def block(requests: int, slots: int, depth: int, limits: EngineLimits) -> DraftBatch:
-    rows = np.arange(requests)
-    return DraftBatch(
-        rows,
-        rows % 97,
-        spread(requests, depth, limits),
-        np.zeros(requests, np.float32),
-        np.zeros((requests, slots), np.float32),
-        wants_logits=False,
-    )
+def block(requests: int, slots: int, depth: int, dims: DrafterDims) -> tuple[DraftBatch, IngestBatch]:
+    """A block, and the last position of each request's context, which a step that drafts brings up before it."""
+    rows, past = np.arange(requests), spread(requests, depth, dims.limits)
+    uniforms = np.zeros((requests, slots), np.float32)
+    drafted = DraftBatch(rows, rows % 97, past, np.zeros(requests, np.float32), uniforms, wants_logits=False)
+    taps, ones = np.zeros((requests, dims.tap_width), np.float32), np.ones(requests, np.int64)
+    return drafted, IngestBatch(taps, rows, past - 1, ones, rows % 89, rows % 97)
+
+
+def drafter_dims(folder: Path) -> DrafterDims:
+    graph = onnx.load(folder / bindings.DRAFT_GRAPH, load_external_data=False)
+    return drafter_dims_from_metadata({entry.key: entry.value for entry in graph.metadata_props}, str(folder))
 
 
 def sizes(kind: str, pairs: list[tuple[int, int]], limits: EngineLimits) -> Iterator[tuple[str, int, int, int]]:
@@ -93,9 +98,10 @@ def main() -> None:
         del targets
     if given.only != "target":
         drafters = [OnnxRuntimeDraftEngine(folder, settings) for folder in folders]
-        for name, requests, slots, depth in sizes("draft", BLOCKS, drafters[0].limits):
-            wanted = block(requests, slots, depth, drafters[0].limits)
-            compare(f"{name} slots", [partial(drafter.draft, wanted) for drafter in drafters], given.rounds)
+        dims = drafter_dims(folders[0])
+        for name, requests, slots, depth in sizes("draft", BLOCKS, dims.limits):
+            wanted = block(requests, slots, depth, dims)
+            compare(f"{name} slots", [partial(drafter.draft, *wanted) for drafter in drafters], given.rounds)
 
 
 if __name__ == "__main__":
