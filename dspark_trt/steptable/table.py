@@ -134,8 +134,7 @@ class StepTable:
         return np.asarray(curve[np.minimum(tokens, len(curve) - 1)] + np.maximum(tokens - (len(curve) - 1), 0) * slope)
 
     def padded_tokens(self, num_requests: int, num_tokens: int) -> int:
-        """Packed tokens that a call of so many takes least time with, by what was measured beside as many requests, or
-        the next fewer. Where calls are padded in any case, the engine knows how."""
+        """Packed tokens that a call takes least time with, measured for as many requests or the next fewer."""
         at = max(bisect_right(self.num_requests, num_requests) - 1, 0)
         return num_tokens if self.is_padded else self._buckets[at].get(num_tokens, num_tokens)
 
