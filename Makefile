@@ -13,7 +13,8 @@ RECIPE := build/recipe
 LOCKED := -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --no-build-isolation \
 	--only-binary=:all: --no-binary=tensorrt-rtx-cu13
 
-.PHONY: venv demo drafter test test-rooms test-engines fuzz lint lock bom audit clean system-packages test-packages
+.PHONY: venv demo drafter test pair test-rooms test-engines test-units test-pythons fuzz lint lock bom audit clean \
+	system-packages test-packages
 
 venv: $(VENV)/.installed ## everything, into .venv
 
@@ -65,13 +66,25 @@ drafter: venv $(TARGET) ## train the demonstration drafter further on PROMPTS fo
 		--prompts $(PROMPTS) --unseen-source humaneval mt-bench --draft-vocab 8192 --cache $(RECIPE)/evaluation
 
 test: venv test-packages $(TARGET) ## everything that can run on a CPU, a real tritonserver included; two halves side by side
+	$(MAKE) pair
 	$(MAKE) --jobs=2 --output-sync=target test-rooms test-engines
 
-test-rooms: venv ## what needs no build of the demonstration pair
-	$(PY) -m pytest tests/unit tests/property tests/fuzz
+pair: venv $(TARGET) ## the build of the demonstration pair that tests use: by itself, for it times its engines
+	$(VENV)/bin/dspark-trt build --target $(TARGET) --drafter $(DRAFTER) --output $(BUILD)
 
-test-engines: venv test-packages $(TARGET) ## engines, transformers and a real tritonserver
-	$(PY) -m pytest tests/engine tests/golden tests/triton
+test-rooms: venv $(TARGET) ## rooms by themselves, and the demonstration pair against transformers
+	$(PY) -m pytest tests/unit tests/property tests/fuzz tests/golden
+
+test-engines: venv test-packages $(TARGET) ## engines, and a real tritonserver
+	$(PY) -m pytest tests/engine tests/triton
+
+test-units: venv
+	$(PY) -m pytest tests/unit
+
+test-pythons: ## unit tests under each of Python 3.11, 3.12 and 3.13 that is found, in environments of their own
+	for python in $$($(PYTHON) build_scripts/find_pythons.py); do \
+		version=$$($$python -c 'import sys; print("{}.{}".format(*sys.version_info))'); echo "$$python"; \
+		$(MAKE) VENV=build/python$$version PYTHON=$$python test-units || exit 1; done
 
 fuzz: venv ## hostile files and requests, new ones for MINUTES (60); tests/fuzz in `make test` tries the same few hundred
 	$(PY) build_scripts/fuzz.py $(MINUTES)

@@ -19,9 +19,9 @@ from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
 from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
-from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.contract.scheduler import DEFAULT_MAX_STRETCH, SchedulerConfig
 from dspark_trt.engines.open import check_device, open_engines
-from dspark_trt.runtime.loop import DEFAULT_MAX_STRETCH, DecodingLoop, OnVerified
+from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from dspark_trt.runtime.request import SamplingParams
 from dspark_trt.steptable.table import StepTable
 from dspark_trt.text import TextCodec

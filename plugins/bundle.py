@@ -10,7 +10,7 @@ import io
 import json
 import os
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,6 @@ class KernelBundle:
                 "them for this GPU with build_scripts/compile_plugins.py, or build the engine again on it"
             )
         return self.kernels[max(usable)]
-
-    def only(self, sms: Iterable[int]) -> KernelBundle:
-        kernels = {sm: self.kernels[sm] for sm in sorted(set(sms))}
-        return KernelBundle(self.operation, self.attributes, self.compiler, kernels)
 
     def to_bytes(self) -> bytes:
         index = {

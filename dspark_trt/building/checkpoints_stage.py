@@ -8,7 +8,7 @@ from typing import Any
 
 from dspark_trt.building.context import Context
 from dspark_trt.building.trial import try_text
-from dspark_trt.checkpoints.layout import check_finite
+from dspark_trt.checkpoints.checks import check_finite
 from dspark_trt.checkpoints.locate import locate, source_files
 from dspark_trt.checkpoints.spec_json import spec_to_json
 from dspark_trt.checkpoints.tokenizer import write_tokenizer

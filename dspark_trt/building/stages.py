@@ -37,6 +37,10 @@ from dspark_trt.text import TextCodec
 NUM_WARM_UPS_ON_A_DEVICE = 3
 
 
+# What writes the custom nodes of graphs. Acceptance is no node: engines have its kernels.
+NODES = tuple(f"dspark_trt_plugins.{name}" for name in ("*", "markov_head", "prefix_select", "row_attention"))
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """One link of the chain."""
@@ -185,10 +189,10 @@ STAGES = (
     Stage(
         name="graphs",
         predecessors=("checkpoints",),
-        # a graph's inputs and outputs are those of the contract, and the plugins write their function bodies
+        # a graph's inputs and outputs are those of the contract, and the plugins write the bodies of its nodes;
         # the drafter's form is chosen by code of this room
         packages=lambda context: (
-            *("dspark_trt.graphs", "dspark_trt.contract", "dspark_trt_plugins"),
+            *("dspark_trt.graphs", "dspark_trt.contract", *NODES),
             *(
                 ()
                 if context.is_on_device or not context.recipe.has_drafter_model

@@ -48,7 +48,7 @@ class Quality:
     bins: tuple[Bin, ...]  # those that are not empty
 
 
-def qualities(recording: Recording, calibration: Calibration, *, seed: int = 0) -> list[Quality]:
+def qualities(recording: Recording, calibration: Calibration) -> list[Quality]:
     """One entry for each position: survivals as predicted by `calibration` against observed prefix acceptance."""
     confidence = calibration.confidence(recording.confidence_logits, recording.is_greedy)
     predicted: Floats = np.cumprod(confidence, axis=1, dtype=np.float64)
@@ -57,7 +57,7 @@ def qualities(recording: Recording, calibration: Calibration, *, seed: int = 0) 
     num_prompts = len(prompts)
     draws = np.ones((0, num_prompts))
     if num_prompts > 1:
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng(0)
         draws = random.multinomial(num_prompts, np.full(num_prompts, 1 / num_prompts), NUM_RESAMPLES).astype(np.float64)
     found = []
     for slot in range(predicted.shape[1]):

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
+from dspark_trt.checkpoints.checks import check_sizes
 from dspark_trt.checkpoints.families import FAMILIES, FULL
-from dspark_trt.checkpoints.layout import check_sizes
 from dspark_trt.checkpoints.neutral import NEUTRAL_VALUES
 from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import RopeParameters, WholeNumber, reach, rope_spec

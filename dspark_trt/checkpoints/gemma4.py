@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from dspark_trt.checkpoints.checks import check_sizes
 from dspark_trt.checkpoints.config import DecoderConfig, parse, refuse_unsupported
-from dspark_trt.checkpoints.layout import check_sizes
 from dspark_trt.checkpoints.rope import RopeParameters, rope_spec
 from dspark_trt.checkpoints.spec import DecoderSpec, GemmaSpec, LayerShape, RopeSpec
 from dspark_trt.errors import CheckpointError

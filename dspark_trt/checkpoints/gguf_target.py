@@ -12,6 +12,7 @@ from typing import Any
 
 import gguf
 
+from dspark_trt.checkpoints.checks import check_sizes, check_tensors, check_token_ids
 from dspark_trt.checkpoints.config import known_token
 from dspark_trt.checkpoints.experts import MAX_EXPERTS, with_expert_stacks
 from dspark_trt.checkpoints.families import FAMILIES
@@ -19,7 +20,7 @@ from dspark_trt.checkpoints.gguf_header import check_header
 from dspark_trt.checkpoints.gguf_rope import Getter, gguf_rope, with_rope_factors
 from dspark_trt.checkpoints.gguf_store import ROPE_FREQUENCIES, GgufStore, canonical_name
 from dspark_trt.checkpoints.gguf_tokenizer import gguf_end_tokens, gguf_text
-from dspark_trt.checkpoints.layout import HEAD, check_sizes, check_tensors, check_token_ids, target_shapes
+from dspark_trt.checkpoints.layout import HEAD, target_shapes
 from dspark_trt.checkpoints.opening import check_file
 from dspark_trt.checkpoints.rope import reach
 from dspark_trt.checkpoints.spec import (

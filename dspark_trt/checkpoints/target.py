@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dspark_trt.checkpoints import gemma4
+from dspark_trt.checkpoints.checks import check_tensors, check_token_ids, is_equal
 from dspark_trt.checkpoints.config import (
     DecoderConfig,
     GenerationConfig,
@@ -26,7 +27,7 @@ from dspark_trt.checkpoints.experts import COUNT_KEYS, experts_spec, with_expert
 from dspark_trt.checkpoints.families import FAMILIES, layer_windows
 from dspark_trt.checkpoints.fused import with_parts
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
-from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, check_token_ids, is_equal, target_shapes
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, target_shapes
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import open_safetensors

@@ -31,12 +31,12 @@ class _Answer:
 class Server:
     """One base URL, with or without /v1 behind it."""
 
-    def __init__(self, url: str, model: str | None = None) -> None:
+    def __init__(self, url: str) -> None:
         """Raises EnvironmentMissingError when nothing answers there."""
         self.name = url.rstrip("/")
         self._base = self.name if self.name.endswith("/v1") else f"{self.name}/v1"
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-        self._model = model or self._first_model()
+        self._model = self._first_model()
 
     def _first_model(self) -> str:
         try:

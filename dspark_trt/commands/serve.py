@@ -6,32 +6,36 @@ import json
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dspark_trt.commands.options import BuildFolder, command
 from dspark_trt.commands.scheduler_choice import SchedulerText, scheduler_config
+from dspark_trt.server.options import LogFormat, ServeOptions, StepTableChoice
+from dspark_trt.serving.limits import AdmissionLimits
 
 if TYPE_CHECKING:
     from dspark_trt.server.serve import TritonServer
+
+DEFAULTS = ServeOptions()
 
 
 @command()
 def serve(
     folder: BuildFolder,
-    http_port: Annotated[int, typer.Option(help="HTTP endpoint; 0: any free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC endpoint; 0: any free one.")] = 8001,
-    metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0: any free one.")] = 8002,
+    http_port: Annotated[int, typer.Option(help="HTTP endpoint; 0: any free one.")] = DEFAULTS.http_port,
+    grpc_port: Annotated[int, typer.Option(help="gRPC endpoint; 0: any free one.")] = DEFAULTS.grpc_port,
+    metrics_port: Annotated[int, typer.Option(help="Prometheus metrics; 0: any free one.")] = DEFAULTS.metrics_port,
     address: Annotated[
         str,
         typer.Option(
             help="Address or name that HTTP, gRPC and OpenAI's API bind to; before tritonserver 2.59.1 only the last."
         ),
-    ] = "127.0.0.1",
+    ] = DEFAULTS.address,
     metrics_address: Annotated[
         str, typer.Option(help="Address or name that the metrics port binds to, from tritonserver 2.59.1 on.")
-    ] = "127.0.0.1",
+    ] = DEFAULTS.metrics_address,
     openai_port: Annotated[
         int | None, typer.Option(help="OpenAI's API and a live page, for example 9000; 0: any free one.")
     ] = None,
@@ -54,40 +58,42 @@ def serve(
         int | None,
         typer.Option(help="Requests that may wait for a row; more are refused  [default: 16 for each row]"),
     ] = None,
-    max_queue_time: Annotated[float, typer.Option(help="Seconds that a request may wait for a row.")] = 300.0,
+    max_queue_time: Annotated[
+        float, typer.Option(help="Seconds that a request may wait for a row.")
+    ] = DEFAULTS.admission.max_queue_s,
     request_timeout: Annotated[
         float, typer.Option(help="Seconds from a request's arrival to its last token, unless it has a timeout_ms.")
-    ] = 3600.0,
+    ] = DEFAULTS.admission.default_timeout_s,
     max_tokens_limit: Annotated[
         int | None, typer.Option(help="A larger max_tokens is cut to it  [default: what a row holds]")
     ] = None,
     max_stretch: Annotated[
         float,
         typer.Option(help="A step that reads prompts beside answers takes at most so many times a plain one; from 1."),
-    ] = 4.0,
-    drain_time: Annotated[float, typer.Option(help="Seconds that running requests have when it is stopped.")] = 30.0,
+    ] = DEFAULTS.admission.max_stretch,
+    drain_time: Annotated[
+        float, typer.Option(help="Seconds that running requests have when it is stopped.")
+    ] = DEFAULTS.drain_s,
     log_format: Annotated[
-        Literal["text", "json"], typer.Option(help="Of the server's log, on standard error.")
-    ] = "text",
+        LogFormat, typer.Option(help="Of the server's log, on standard error.")
+    ] = DEFAULTS.log_format,
     step_table: Annotated[
-        Literal["remeasure", "keep"],
+        StepTableChoice,
         typer.Option(help="A table of another machine, thread count or version: measured again first, or kept."),
-    ] = "remeasure",
+    ] = DEFAULTS.step_table,
     step_table_budget: Annotated[
         float, typer.Option(min=1, metavar="SECONDS", help="That measuring it again may take, about.")
-    ] = 60.0,
+    ] = DEFAULTS.step_table_budget_s,
 ) -> None:
     """Serve a build with Triton Inference Server until interrupted; a second interrupt does not wait for requests."""
     from dspark_trt.building.finished import check_servable
     from dspark_trt.commands import report
     from dspark_trt.machine.address import resolve_address
     from dspark_trt.server.openai.settings import front_end_options
-    from dspark_trt.server.serve import ServeOptions
     from dspark_trt.server.serve import serve as run_server
     from dspark_trt.server.server_log import as_event
     from dspark_trt.server.step_table import step_table_for
     from dspark_trt.server.summary import check_memory, summarise
-    from dspark_trt.serving.limits import AdmissionLimits
 
     front_end = front_end_options(openai_port, served_model_name, api_key_file, tls_certificate, tls_key)
     check_servable(folder, scheduler_config(scheduler))

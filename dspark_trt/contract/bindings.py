@@ -9,6 +9,7 @@ A *row group* is one attention call: a contiguous range of B KV rows with their 
 without tokens, B = S = 1.
 `float` is the element type of the graph (`dims`): float32, float16 or bfloat16.
 Caches are bound as that range of the pool, and every cache output is the same memory as its input.
+Two graphs have modules of their own: `model_bindings` and `select_bindings`.
 
 | graph | input | type, shape | meaning |
 |---|---|---|---|
@@ -33,11 +34,6 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | block_rows | int64 [R] | the request's row within the range |
 | | row_requests | int64 [B] | the request of each row of the range; any for a row without request |
 | | row_query_lengths | int64 [B] | 1 for a row with a request, 0 for one without |
-| model | token_ids, positions | int64 [T] | what is ingested, anchors, drafts, mask tokens |
-| | logit_rows | int64 [L] | packed indices that are drafted from |
-| | padded_indices | int64 [T] | as of the target |
-| | context.tokens, .past_lengths, .query_lengths | int64 | a row group |
-| | temperatures, uniforms | float32 [L], [L, 1] | |
 
 | graph | output | type, shape |
 |---|---|---|
@@ -48,8 +44,6 @@ Caches are bound as that range of the pool, and every cache output is the same m
 | | draft_logits | float32 [R, G, W] |
 | | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
 | all | {cache}.out | the cache of that name, written in place |
-| model | draft_ids, draft_logits, confidence_logits | as of draft, each of the L rows a request of one slot |
-| select | | inputs and outputs of `dspark::PrefixSelect`, by their names (see its README) |
 | draft | {cache}.context | the same memory once more, between ingesting and writing the block, where it ingests |
 | draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 | draft | {cache}.slot_{j} | the same instead of it, after each slot but the last, where slots are drafted in turn |
@@ -60,11 +54,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dspark_trt_plugins.operation import Tensor
-from dspark_trt_plugins.prefix_select.launches import PrefixSelectOperation
-
 from dspark_trt.contract.dims import DrafterDims, TargetDims
-from dspark_trt.contract.forms import select_form
 
 TARGET_GRAPH = "target.onnx"
 INGEST_GRAPH = "drafter_ingest.onnx"
@@ -221,15 +211,9 @@ def _row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
 
 
 def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    context: tuple[Binding, ...] = ()
-    if dims.ingests_in_draft:
-        context = (
-            Binding(TAPS, dims.element_type, ("T", dims.tap_width)),
-            Binding(POSITIONS, "int64", ("T",)),
-            Binding(ROWS, "int64", ("T",)),
-        )
+    context = {TAPS, POSITIONS, ROWS} if dims.ingests_in_draft else set[str]()
     return (
-        *context,
+        *(binding for binding in ingest_inputs(dims) if binding.name in context),
         Binding(ANCHOR_IDS, "int64", ("R",)),
         Binding(PAST_LENGTHS, "int64", ("R",)),
         Binding(TEMPERATURES, "float32", ("R",)),
@@ -248,9 +232,8 @@ def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
         if dims.attention == "standard":
             return ()  # slots stay in the graph, which only reads the caches
         return (cache_output(cache), *(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1)))
-    if not dims.ingests_in_draft:
-        return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
-    return (cache_output(cache), cache_context_output(cache), cache_block_output(cache))
+    context = (cache_context_output(cache),) if dims.ingests_in_draft else ()
+    return (cache_output(cache), *context, *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
 
 
 def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
@@ -264,38 +247,3 @@ def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
             for output in draft_cache_outputs(cache.name, dims)
         ),
     )
-
-
-def model_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return (
-        Binding(TOKEN_IDS, "int64", ("T",)),
-        Binding(POSITIONS, "int64", ("T",)),
-        Binding(LOGIT_ROWS, "int64", ("L",)),
-        Binding(PADDED_INDICES, "int64", ("T",)),
-        *row_group(CONTEXT),
-        Binding(TEMPERATURES, "float32", ("L",)),
-        Binding(UNIFORMS, "float32", ("L", 1)),
-        *caches(CONTEXT, dims),
-    )
-
-
-def model_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return (
-        Binding(DRAFT_IDS, "int64", ("L", 1)),
-        Binding(DRAFT_LOGITS, "float32", ("L", 1, dims.vocab_size)),
-        Binding(CONFIDENCE_LOGITS, "float32", ("L", 1)),
-        *cache_outputs(CONTEXT, dims),
-    )
-
-
-def select_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return tuple(_binding(tensor) for tensor in PrefixSelectOperation(select_form(dims)).inputs)
-
-
-def select_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return tuple(_binding(tensor) for tensor in PrefixSelectOperation(select_form(dims)).outputs)
-
-
-def _binding(tensor: Tensor) -> Binding:
-    assert tensor.element_type != "int32", "the index tensors of a graph are int64"
-    return Binding(tensor.name, tensor.element_type, tensor.shape)

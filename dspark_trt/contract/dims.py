@@ -43,12 +43,6 @@ class CacheDims:
     head_dim: int  # H
     layer_heads: tuple[tuple[int, int], ...] = ()  # K and H of each layer, where they differ
 
-    @property
-    def row_shape(self) -> tuple[int, int, int]:
-        """[K, C, H] of every layer. Raises AssertionError where they differ."""
-        assert not self.layer_heads, "layers differ: ask for the shape of one"
-        return (self.num_kv_heads, self.capacity, self.head_dim)
-
     def row_shape_of(self, layer: int) -> tuple[int, int, int]:
         """[K, C, H] of that layer."""
         num_kv_heads, head_dim = self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)

@@ -1,6 +1,6 @@
 """How verify lengths are chosen: one language for recipes, commands and the server.
 
-off | fixed | fixed:K | threshold:C | early_stop | lagged_budget
+auto | off | fixed | fixed:K | threshold:C | early_stop | lagged_budget
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dspark_trt.errors import RecipeError
+
+DEFAULT_MAX_STRETCH = 4.0  # a step that reads prompts beside answers takes at most so many times a plain one
 
 SchedulerMode = Literal["off", "fixed", "threshold", "early_stop", "lagged_budget", "auto"]
 
@@ -51,7 +53,7 @@ class SchedulerConfig:
 
 
 def parse_scheduler(text: str) -> SchedulerConfig:
-    """`early_stop`, `lagged_budget`, `off`, `fixed` (gamma drafts), `fixed:K` or `threshold:C`.
+    """`auto`, `early_stop`, `lagged_budget`, `off`, `fixed` (gamma drafts), `fixed:K` or `threshold:C`.
 
     Raises RecipeError.
     """

@@ -25,6 +25,7 @@ from dspark_trt.checkpoints.views import OneTensor, SelectedRows
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, drafter_dims, host_attention, to_metadata
 from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm, proposed_ids, slot_counts
+from dspark_trt.contract.model_bindings import model_inputs, model_outputs
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.graphs.attention import usable_form
@@ -108,7 +109,7 @@ def write_drafter_graphs(
             top_n=form.markov_top_n,
         )
         if isinstance(family, LanguageModelGraphs):
-            model = _graph("drafter_model", bindings.model_inputs(dims), bindings.model_outputs(dims))
+            model = _graph("drafter_model", model_inputs(dims), model_outputs(dims))
             family.emit_model(model, parts)
             model.save(folder / bindings.MODEL_GRAPH, to_metadata(dims))
             return

@@ -12,13 +12,14 @@ from dspark_trt.contract.dims import drafter_dims, to_metadata
 from dspark_trt.contract.forms import select_form
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.select_bindings import select_inputs, select_outputs
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.numbers import numbers_of
 
 
 def write_select_graph(drafter: DrafterSpec, folder: Path, *, limits: EngineLimits, precision: Precision) -> None:
-    """Write prefix_select.onnx into `folder`: inputs and outputs of `bindings.select_inputs` and `.select_outputs`.
+    """Write prefix_select.onnx into `folder`: inputs and outputs of `select_bindings`.
 
     It has no weights and no 16-bit numbers; `precision` enters the metadata alone, which is that of the drafter's
     graphs.
@@ -29,7 +30,7 @@ def write_select_graph(drafter: DrafterSpec, folder: Path, *, limits: EngineLimi
     dims = drafter_dims(drafter, limits=limits, attention="standard", element_type=numbers.model)
     builder = GraphBuilder("prefix_select")
     form = select_form(dims)
-    inputs = [builder.input(binding) for binding in bindings.select_inputs(dims)]
-    outputs = [builder.output(binding) for binding in bindings.select_outputs(dims)]
+    inputs = [builder.input(binding) for binding in select_inputs(dims)]
+    outputs = [builder.output(binding) for binding in select_outputs(dims)]
     builder.node(prefix_select_node(form, inputs, outputs), prefix_select_function(form))
     builder.save(folder / bindings.SELECT_GRAPH, to_metadata(dims))

@@ -7,6 +7,7 @@ import os
 import platform
 from pathlib import Path
 
+CONTROL_GROUP = Path("/sys/fs/cgroup")  # of this process, in a container
 # x86, then arm64; as /proc/cpuinfo writes them
 _EXTENSIONS = (
     *("avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_int8", "amx_bf16"),
@@ -38,11 +39,11 @@ def instruction_sets() -> str:
     return " ".join(name for name in _EXTENSIONS if name in flags)
 
 
-def memory_bytes(control_group: Path = Path("/sys/fs/cgroup")) -> int:
+def memory_bytes() -> int:
     """Memory that this process may use: the machine's, or less where its container says so."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        limit = (control_group / "memory.max").read_text().strip()
+        limit = (CONTROL_GROUP / "memory.max").read_text().strip()
     except OSError:  # control groups of the first version, or none
         return installed
     return min(installed, int(limit)) if limit.isdecimal() else installed

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dspark_trt.errors import ManifestError
+from dspark_trt.packaging.model_configs import model_configs
 from dspark_trt.packaging.pbtxt import ModelConfig, read_parameter
-from dspark_trt.packaging.signature import POSTPROCESSING, PREPROCESSING, model_configs
+from dspark_trt.packaging.signature import POSTPROCESSING, PREPROCESSING
 
 EngineModelName = Literal["dspark", "tensorrt_llm"]
 ENGINE_MODEL_NAMES: tuple[EngineModelName, ...] = ("dspark", "tensorrt_llm")

@@ -18,7 +18,7 @@ ANY = -1  # a dimension of any size
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class TritonTensor:
     """An input or output. `dims` leaves out the batch dimension, which every model here has."""
 
     name: str
@@ -54,8 +54,8 @@ class ModelConfig:
     """One model of the repository: a Python model, or an ensemble where it has steps."""
 
     name: str
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[TritonTensor, ...]
+    outputs: tuple[TritonTensor, ...]
     is_decoupled: bool = False
     num_instances: int = 1  # of a model that keeps state or order, never more
     steps: tuple[EnsembleStep, ...] = ()
@@ -107,13 +107,13 @@ def _parameter_line(key: str, value: str) -> str:
     return f"parameters {{ key: {quote(key)} value: {{ string_value: {quote(value)} }} }}"
 
 
-def _list(name: str, tensors: tuple[Tensor, ...]) -> Iterator[str]:
+def _list(name: str, tensors: tuple[TritonTensor, ...]) -> Iterator[str]:
     yield f"{name} ["
     yield from _joined(tensors)
     yield "]"
 
 
-def _joined(parts: Sequence[Tensor | EnsembleStep]) -> Iterator[str]:
+def _joined(parts: Sequence[TritonTensor | EnsembleStep]) -> Iterator[str]:
     """The lines of all parts, with the comma that the text format wants between two of them."""
     for index, part in enumerate(parts):
         *lines, last = part.lines()

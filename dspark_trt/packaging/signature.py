@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dspark_trt.packaging.pbtxt import ANY, DataType, EnsembleStep, ModelConfig, Tensor
+from dspark_trt.packaging.pbtxt import ANY, DataType, TritonTensor
 
 ENSEMBLE = "ensemble"
 PREPROCESSING = "preprocessing"
@@ -27,11 +27,11 @@ class Field:
     dims: tuple[int, ...] = (1,)
     step_name: str = ""  # "": the same
 
-    def ensemble_tensor(self) -> Tensor:
-        return Tensor(self.name, self.data_type, self.dims, is_optional=True)
+    def ensemble_tensor(self) -> TritonTensor:
+        return TritonTensor(self.name, self.data_type, self.dims, is_optional=True)
 
-    def step_tensor(self) -> Tensor:
-        return Tensor(self.step_name or self.name, self.data_type, self.dims, is_optional=True)
+    def step_tensor(self) -> TritonTensor:
+        return TritonTensor(self.step_name or self.name, self.data_type, self.dims, is_optional=True)
 
 
 # Fields that preprocessing turns into token ids.
@@ -105,48 +105,45 @@ def _alias_fields() -> tuple[Field, ...]:
 
 ENGINE_FIELDS = (*_OWN_ENGINE_FIELDS, *_alias_fields())
 
-# Not read, but as long as max_tokens or a text is there, Triton runs this step, and it can say what is missing.
-_PREPROCESSING_TRIGGER = Field("max_tokens", "INT32", step_name="REQUEST_OUTPUT_LEN")
-
 PREPROCESSING_OUTPUTS = (
-    Tensor("INPUT_ID", "INT32", (ANY,)),
-    Tensor("REQUEST_INPUT_LEN", "INT32"),
-    Tensor("BAD_WORDS_IDS", "INT32", (2, ANY)),
+    TritonTensor("INPUT_ID", "INT32", (ANY,)),
+    TritonTensor("REQUEST_INPUT_LEN", "INT32"),
+    TritonTensor("BAD_WORDS_IDS", "INT32", (2, ANY)),
 )
 
 # Inputs of the engine model that no field of the ensemble fills.
 ENGINE_ONLY_INPUTS = (
-    Tensor("stop_words_list", "INT32", (2, ANY), is_optional=True),
-    Tensor("stop", "BOOL", is_optional=True),
-    Tensor("stop_handle", "INT64", is_optional=True),  # only here: the handle of the request to stop
-    Tensor("num_top_log_probs", "INT32", is_optional=True),  # only here: how many alternatives to each token
+    TritonTensor("stop_words_list", "INT32", (2, ANY), is_optional=True),
+    TritonTensor("stop", "BOOL", is_optional=True),
+    TritonTensor("stop_handle", "INT64", is_optional=True),  # only here: the handle of the request to stop
+    TritonTensor("num_top_log_probs", "INT32", is_optional=True),  # only here: how many alternatives to each token
 )
 
 ENGINE_OUTPUTS = (
-    Tensor("output_ids", "INT32", (ANY, ANY)),
-    Tensor("sequence_length", "INT32", (ANY,)),
-    Tensor("text", "STRING"),  # only here: detokenisation needs the state of the request
-    Tensor("handle", "INT64"),  # only here
-    Tensor("cum_log_probs", "FP32", (ANY,)),
-    Tensor("output_log_probs", "FP32", (ANY, ANY)),
-    Tensor("top_token_ids", "INT32", (ANY, ANY)),  # only here: alternatives to each token
-    Tensor("top_log_probs", "FP32", (ANY, ANY)),
-    Tensor("batch_index", "INT32"),
-    Tensor("sequence_index", "INT32"),
-    Tensor("num_input_tokens", "INT32"),
-    Tensor("num_output_tokens", "INT32"),  # of this response
-    Tensor("finish_reason", "STRING"),  # only here: empty before the last response
+    TritonTensor("output_ids", "INT32", (ANY, ANY)),
+    TritonTensor("sequence_length", "INT32", (ANY,)),
+    TritonTensor("text", "STRING"),  # only here: detokenisation needs the state of the request
+    TritonTensor("handle", "INT64"),  # only here
+    TritonTensor("cum_log_probs", "FP32", (ANY,)),
+    TritonTensor("output_log_probs", "FP32", (ANY, ANY)),
+    TritonTensor("top_token_ids", "INT32", (ANY, ANY)),  # only here: alternatives to each token
+    TritonTensor("top_log_probs", "FP32", (ANY, ANY)),
+    TritonTensor("batch_index", "INT32"),
+    TritonTensor("sequence_index", "INT32"),
+    TritonTensor("num_input_tokens", "INT32"),
+    TritonTensor("num_output_tokens", "INT32"),  # of this response
+    TritonTensor("finish_reason", "STRING"),  # only here: empty before the last response
     # Speculation, on the last response; 0 before.
-    Tensor("acceptance_rate", "FP32"),  # accepted / verified drafts
-    Tensor("total_draft_tokens", "INT32"),  # verified
-    Tensor("total_accepted_draft_tokens", "INT32"),
-    Tensor("num_steps", "INT32"),  # only here: verification steps
-    Tensor("num_cached_tokens", "INT32"),  # only here: of the prompt, reused from another request; on the last response
+    TritonTensor("acceptance_rate", "FP32"),  # accepted / verified drafts
+    TritonTensor("total_draft_tokens", "INT32"),  # verified
+    TritonTensor("total_accepted_draft_tokens", "INT32"),
+    TritonTensor("num_steps", "INT32"),  # only here: verification steps
+    TritonTensor("num_cached_tokens", "INT32"),  # only here: prompt tokens reused, on the last response
 )
 
 # What the ensemble takes from the engine model: few tensors, because each costs time in the engine's process. The
 # numbers of a response travel in one, in this order; postprocessing gives each its public name, shape and type.
-PACKED = Tensor("numbers", "FP64", (ANY,))
+PACKED = TritonTensor("numbers", "FP64", (ANY,))
 PACKED_OUTPUTS = (
     "cum_log_probs",
     "batch_index",
@@ -162,100 +159,3 @@ PACKED_OUTPUTS = (
 # that the ensemble does not have
 _INNER_OUTPUTS = ("output_ids", "sequence_length", "text", "handle", "top_token_ids", "top_log_probs")
 PUBLIC_OUTPUTS = tuple(tensor for tensor in ENGINE_OUTPUTS if tensor.name not in _INNER_OUTPUTS)
-
-_POSTPROCESSING_INPUTS = (
-    Tensor("TEXT", "STRING"),
-    Tensor("HANDLE", "INT64"),
-    Tensor("NUMBERS", "FP64", (ANY,)),
-    Tensor("LOG_PROBS", "FP32", (ANY, ANY)),
-    Tensor("FINISH_REASON", "STRING"),
-)
-# without a batch dimension where clients read output[0]
-_POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "STRING", (ANY,)), *PUBLIC_OUTPUTS)
-
-
-def model_configs(
-    engine_model_name: str,
-    *,
-    build_directory: str,
-    scheduler: str,
-    admission: str = "{}",
-    control_socket: str = "",
-    step_table: str = "",
-    prefix_cache: str = "",
-) -> tuple[ModelConfig, ...]:
-    """The four models. `build_directory` is absolute or relative to a model's folder; `scheduler` as in
-    `parse_scheduler`; `admission` the AdmissionLimits that differ from the defaults, as JSON; `control_socket` where a
-    supervisor asks; `step_table` a file to price steps by in place of the build's own; `prefix_cache` "on" or "off" in
-    place of what the build says.
-    """
-    engine = ModelConfig(
-        name=engine_model_name,
-        inputs=(
-            Tensor("input_ids", "INT32", (ANY,)),
-            Tensor("input_lengths", "INT32"),
-            *(field.step_tensor() for field in ENGINE_FIELDS),
-            Tensor("bad_words_list", "INT32", (2, ANY), is_optional=True),
-            *ENGINE_ONLY_INPUTS,
-        ),
-        outputs=(*ENGINE_OUTPUTS, PACKED),
-        is_decoupled=True,
-        parameters={
-            "build_directory": build_directory,
-            "scheduler": scheduler,
-            "admission": admission,
-            "control_socket": control_socket,
-            "step_table": step_table,
-            "prefix_cache": prefix_cache,
-        },
-    )
-    preprocessing = ModelConfig(
-        name=PREPROCESSING,
-        inputs=tuple(field.step_tensor() for field in (*PREPROCESSING_FIELDS, _PREPROCESSING_TRIGGER)),
-        outputs=PREPROCESSING_OUTPUTS,
-        num_instances=2,  # one may have a long text
-        parameters={"build_directory": build_directory},
-    )
-    postprocessing = ModelConfig(
-        name=POSTPROCESSING,
-        inputs=_POSTPROCESSING_INPUTS,
-        outputs=_POSTPROCESSING_OUTPUTS,
-        is_decoupled=True,  # a ping has no answer
-        parameters={"engine_model_name": engine_model_name},
-    )
-    ensemble = ModelConfig(
-        name=ENSEMBLE,
-        inputs=tuple(field.ensemble_tensor() for field in (*PREPROCESSING_FIELDS, *ENGINE_FIELDS)),
-        outputs=(Tensor("text_output", "STRING", (ANY,)), *PUBLIC_OUTPUTS),
-        steps=(
-            EnsembleStep(
-                PREPROCESSING,
-                input_map={
-                    field.step_tensor().name: field.name for field in (*PREPROCESSING_FIELDS, _PREPROCESSING_TRIGGER)
-                },
-                output_map={tensor.name: f"_{tensor.name}" for tensor in PREPROCESSING_OUTPUTS},
-            ),
-            EnsembleStep(
-                engine_model_name,
-                input_map={
-                    "input_ids": "_INPUT_ID",
-                    "input_lengths": "_REQUEST_INPUT_LEN",
-                    "bad_words_list": "_BAD_WORDS_IDS",
-                    **{field.step_tensor().name: field.name for field in ENGINE_FIELDS},
-                },
-                output_map={
-                    "text": "_TEXT",
-                    "handle": "_HANDLE",
-                    PACKED.name: "_NUMBERS",
-                    "output_log_probs": "_LOG_PROBS",
-                    "finish_reason": "_FINISH_REASON",
-                },
-            ),
-            EnsembleStep(
-                POSTPROCESSING,
-                input_map={tensor.name: f"_{tensor.name}" for tensor in _POSTPROCESSING_INPUTS},
-                output_map={"OUTPUT": "text_output", **{tensor.name: tensor.name for tensor in PUBLIC_OUTPUTS}},
-            ),
-        ),
-    )
-    return ensemble, preprocessing, engine, postprocessing

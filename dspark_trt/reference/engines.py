@@ -7,9 +7,7 @@ Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import accumulate
-from typing import Any, NamedTuple
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -22,7 +20,8 @@ from dspark_trt.errors import CapacityError
 from dspark_trt.reference.attention import seen_by_block, seen_by_tokens
 from dspark_trt.reference.eagle3 import ReferenceEagle3Engine
 from dspark_trt.reference.heads import ReferenceHeads
-from dspark_trt.reference.model import ReferenceCache, ReferenceDecoder
+from dspark_trt.reference.model import ReferenceDecoder
+from dspark_trt.reference.segments import ReferenceEngine, Segment
 from dspark_trt.reference.weights import ReferenceWeights
 
 
@@ -60,59 +59,7 @@ def open_reference_engines(
     )
 
 
-class _Segment(NamedTuple):
-    """One request's part of a call: packed tokens [begin, end), at positions [past, past + end - begin) of `row`."""
-
-    row: int
-    past: int
-    begin: int
-    end: int
-
-    @property
-    def length(self) -> int:
-        return self.past + self.end - self.begin
-
-
-class _Engine:
-    """What both engines do with arrays and limits."""
-
-    def __init__(self, decoder: ReferenceDecoder, limits: EngineLimits) -> None:
-        self.limits = limits
-        self._decoder = decoder
-        self._device = decoder.weights.device
-        self._cache = ReferenceCache(decoder.spec, limits.max_requests, limits.max_seq_len, self._device)
-
-    def move_row(self, source: int, destination: int, num_positions: int) -> None:
-        self._cache.move_row(source, destination, num_positions)
-
-    def _tensor(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.as_tensor(array, dtype=dtype, device=self._device)
-
-    def _output(self, tensor: torch.Tensor) -> NDArray[Any]:
-        array: NDArray[Any] = tensor.cpu().numpy()
-        return array
-
-    def _segments(self, batch: TargetBatch | IngestBatch) -> list[_Segment]:
-        lengths, rows, past = batch.query_lengths.tolist(), batch.rows.tolist(), batch.past_lengths.tolist()
-        ends = accumulate(lengths)
-        segments = [
-            _Segment(row, start, end - length, end)
-            for row, start, length, end in zip(rows, past, lengths, ends, strict=True)
-        ]
-        for segment in segments:
-            if segment.length > self.limits.max_seq_len or not 0 <= segment.row < self.limits.max_requests:
-                raise CapacityError(
-                    f"reference engine: expected rows below {self.limits.max_requests} of at most "
-                    f"{self.limits.max_seq_len} positions, found row {segment.row} with {segment.length}; raise "
-                    "max_requests or max_seq_len"
-                )
-        return segments
-
-    def _positions(self, segments: Iterable[_Segment]) -> torch.Tensor:
-        return torch.cat([torch.arange(s.past, s.length, device=self._device) for s in segments])
-
-
-class ReferenceTargetEngine(_Engine):
+class ReferenceTargetEngine(ReferenceEngine):
     """TargetEngine of the protocol. `taps` are the drafter's target_layer_ids; without them, taps are [T, 0].
 
     With `norm_last_tap`, a tap of the last layer is taken behind the final norm, as Hugging Face's `hidden_states` are.
@@ -154,7 +101,7 @@ class ReferenceTargetEngine(_Engine):
             taps = torch.cat([empty, *(raw[layer] for layer in self._taps)], dim=-1)
             return TargetOutput(self._output(logits), self._output(taps))
 
-    def _layer_outputs(self, token_ids: torch.Tensor, segments: list[_Segment]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _layer_outputs(self, token_ids: torch.Tensor, segments: list[Segment]) -> Iterator[tuple[int, torch.Tensor]]:
         """(-1, embedding output), then (layer, its raw output), each [T, D]."""
         x = self._decoder.embedded(self._embedding[token_ids])
         yield -1, x
@@ -174,7 +121,7 @@ class ReferenceTargetEngine(_Engine):
             yield layer, x
 
 
-class ReferenceDraftEngine(_Engine):
+class ReferenceDraftEngine(ReferenceEngine):
     """DraftEngine of the protocol. Source: paper section 3.1."""
 
     def __init__(

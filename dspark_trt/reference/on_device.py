@@ -21,8 +21,9 @@ from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.device.engines import DeviceEngines, DeviceSessions, open_device_engines
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.errors import EnvironmentMissingError
+from dspark_trt.reference.draft_session import TorchDraftSession
 from dspark_trt.reference.sequential import TorchSelectSession, gpu_kernels
-from dspark_trt.reference.sessions import TorchDraftSession, TorchIngestSession, TorchTargetSession, context_type
+from dspark_trt.reference.sessions import TorchIngestSession, TorchTargetSession, context_type
 from dspark_trt.reference.weights import ReferenceWeights
 
 DevicePrecision = Literal["fp32", "bf16", "fp16"]

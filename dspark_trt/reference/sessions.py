@@ -16,23 +16,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import numpy as np
 import torch
-from dspark_trt_plugins.markov_head.form import W2
-from numpy.typing import NDArray
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
-from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, TargetSpec
-from dspark_trt.checkpoints.views import SelectedRows
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, TargetSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
-from dspark_trt.contract.drafter_form import LOWEST, columns_of
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.session import Tensors
 from dspark_trt.reference.attention import RowGroupAttention, causal_limits
 from dspark_trt.reference.model import ReferenceDecoder
-from dspark_trt.reference.sequential import SequentialStage
 from dspark_trt.reference.weights import ReferenceWeights
 
 # What cuDNN would choose for Hopper compiles a plan for every new shape.
@@ -101,7 +95,7 @@ class TorchTargetSession(TorchSession):
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             padded = []
             for name, group in groups.items():
-                key_cache, value_cache = _caches(tensors, name, layer)
+                key_cache, value_cache = caches_of(tensors, name, layer)
                 group.write(key_cache, keys)
                 group.write(value_cache, values)
                 scale = decoder.spec.score_scale_of(layer)
@@ -146,88 +140,8 @@ class TorchIngestSession(TorchSession):
         context = decoder.norm("hidden_norm", context).to(self._element_type)
         for layer in range(decoder.spec.num_layers):
             keys, values = decoder.key_value(layer, context, tensors[bindings.POSITIONS])
-            for cache, packed in zip(_caches(tensors, bindings.CONTEXT, layer), (keys, values), strict=True):
+            for cache, packed in zip(caches_of(tensors, bindings.CONTEXT, layer), (keys, values), strict=True):
                 group.write(cache, packed)
-
-
-class TorchDraftSession(TorchSession):
-    """drafter_draft.onnx: one draft block for every request."""
-
-    name = bindings.DRAFT_GRAPH
-
-    def __init__(
-        self,
-        spec: BlockDrafterSpec,
-        weights: ReferenceWeights,
-        dims: DrafterDims,
-        *,
-        target_spec: TargetSpec,
-        target_weights: ReferenceWeights,
-        draft_ids: NDArray[np.int64] | None = None,
-    ) -> None:
-        """`draft_ids` as in DrafterCheckpoint. An embedding or head that the drafter does not own is the target's, the
-        same tensor.
-
-        Raises EnvironmentMissingError and EngineBuildError as SequentialStage does.
-        """
-        self._dims = dims
-        self._spec = spec
-        self._decoder = ReferenceDecoder(spec.decoder, weights)
-        self._columns: torch.Tensor | None = None
-        if draft_ids is not None:
-            columns = columns_of(draft_ids, spec.decoder.vocab_size)
-            self._columns = torch.from_numpy(columns).to(weights.device)
-            rows = SelectedRows(weights.store, {W2: columns % len(draft_ids)})
-            weights = ReferenceWeights(rows, weights.device, weights.element_type)
-        self._stage = SequentialStage(spec, weights)
-        self._embedding = (weights if spec.has_own_embedding else target_weights)[EMBEDDING]
-        self._head = weights[HEAD] if spec.has_own_head else target_weights[target_head(target_spec)]
-
-    def forward(self, tensors: Tensors) -> None:
-        decoder, dims = self._decoder, self._dims
-        anchor_ids, past = tensors[bindings.ANCHOR_IDS], tensors[bindings.PAST_LENGTHS]
-        row_requests, block_rows = tensors[bindings.ROW_REQUESTS], tensors[bindings.BLOCK_ROWS]
-        length = dims.block_length
-        places = torch.arange(length, device=past.device)
-        row_past = past[row_requests]  # [B]
-        tokens, query = row_requests[:, None] * length + places, tensors[bindings.ROW_QUERY_LENGTHS]
-        group = RowGroupAttention(decoder.spec, tokens, row_past, query, dims.limits.max_seq_len)
-        forms = {self._spec.attention_of(layer) for layer in range(decoder.spec.num_layers)}
-        masks = {form: group.mask_to(*_seen(form, row_past, dims)) for form in forms}
-
-        def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            key_cache, value_cache = _caches(tensors, bindings.CONTEXT, layer)
-            group.write(key_cache, keys)
-            group.write(value_cache, values)
-            mask, scale = masks[self._spec.attention_of(layer)], decoder.spec.score_scale_of(layer)
-            attended = group.attend(queries, key_cache, value_cache, mask, scale)
-            return attended.unflatten(0, (-1, length))[block_rows].flatten(0, 1)
-
-        block = anchor_ids.new_full((len(anchor_ids), length), self._spec.mask_token_id)
-        block[:, 0] = anchor_ids
-        positions = (past[:, None] + places).flatten()
-        x = decoder.embedded(self._embedding[block.flatten()])
-        for layer in range(decoder.spec.num_layers):
-            x = decoder_layer(decoder, layer, x, positions, attend)
-        hidden = decoder.norm("norm", x.unflatten(0, (-1, length))[:, -dims.gamma :].flatten(0, 1))
-        base_logits = decoder.cap(hidden @ self._head.T)
-        if self._columns is not None:
-            lowest = base_logits.new_full((len(base_logits), 1), LOWEST[dims.element_type])
-            base_logits = torch.cat((base_logits, lowest), dim=1)[:, self._columns]
-        self._stage.draft(base_logits.unflatten(0, (-1, dims.gamma)), hidden.unflatten(0, (-1, dims.gamma)), tensors)
-
-
-def _seen(
-    form: BlockAttention, row_past: torch.Tensor, dims: DrafterDims
-) -> tuple[torch.Tensor, int, torch.Tensor | None]:
-    """The last position that each query of a block sees, [B, n], the rows' capacity, and the first position."""
-    positions = row_past[:, None] + torch.arange(dims.block_length, device=row_past.device)
-    last_seen = positions if form.is_causal else positions[:, -1:].expand_as(positions)
-    first_seen = None
-    if form.window is not None:
-        of_slot, of_anchor = positions - form.window + 1, (row_past - form.window)[:, None].expand_as(positions)
-        first_seen = of_slot if form.window_from == "slot" else of_anchor
-    return last_seen, dims.cache.capacity, first_seen
 
 
 def decoder_layer(
@@ -254,5 +168,6 @@ def context_type(element_type: torch.dtype) -> torch.dtype:
     return torch.float32 if element_type == torch.float16 else element_type
 
 
-def _caches(tensors: Tensors, group: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+def caches_of(tensors: Tensors, group: str, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one layer."""
     return tensors[bindings.key_cache(group, layer)], tensors[bindings.value_cache(group, layer)]

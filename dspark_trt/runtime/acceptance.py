@@ -7,10 +7,8 @@ Slot j, for every request at once that has accepted x_1 .. x_{j-1}:
                                 else draw from normalise(max(p_t - p_d, 0)), done
     none (left)                 draw from p_t, done: the bonus
 A request without drafts, the first token after a prompt included, is a block of length 0. Greedy requests take the same
-path: p_t is a point mass, and so is p_d of an argmax draft. Slots are evaluated one after the other because most rows
-behind a rejection would be computed for nothing. Engines of a device decide all rows at once instead
-(`runtime/fused_acceptance.py`); where one cannot, this loop runs on its arrays too, and the host waits a few times per
-slot.
+path: p_t is a point mass, and so is p_d of an argmax draft. Engines of a device decide all rows at once instead
+(`runtime/fused_acceptance.py`); docs/architecture.md, "Acceptance", says when.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Decides, before anything is drafted, how many slots are drafted and for which requests:
 never slower than not drafting.
 
-Shape letters: `R` requests that decode, `Q` blocks expected of a request, `G` gamma. Source: DESIGN section 7.
+Shape letters: `R` requests that decode, `Q` blocks expected of a request, `G` gamma, `K` drafts verified.
 
 Everything it reads is past: survivals of blocks at least two steps old, prices, caps. Drafting is worth its time where
 
     max over K of  tau(K) / (host + draft + step(R + K))   >   R / (host + step(R))
 
-Prompt tokens stand on neither side: a step that reads prompts is long anyway, but what drafting gains in it, a later
-step would gain as well. tau(K) pools the Q equally likely blocks of each request that would draft: the K Q best drafts
-of them, spread over Q steps, are what a scheduler that sees fresh confidences can expect. Requests whose drafts fail
-are left out first. What drafting steps really brought, against what was expected of them, corrects the comparison.
+tau(K): the K Q best drafts of all requests' Q equally likely blocks, spread over Q steps. docs/scheduling.md says why.
 """
 
 from __future__ import annotations

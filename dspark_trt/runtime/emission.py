@@ -56,7 +56,7 @@ def emit_result(segment: Segment, result: Acceptance) -> Emission | None:
     state.next_step()
     if not segment.is_prefill:
         num_emitted = len(emission.token_ids)
-        state.statistics.record_step(
+        state.record_step(
             num_proposed=segment.num_proposed,
             verify_len=len(segment.draft_ids),
             num_accepted=min(result.num_accepted_drafts, num_emitted),

@@ -221,8 +221,7 @@ class EngineCalls:
     def _record_batch(self, plan: StepPlan, num_drafts: int) -> None:
         record = self.record
         record.num_requests, record.num_prefill_tokens = len(plan.decode), plan.num_prefill_tokens
-        record.num_drafting, record.num_explored = plan.num_drafting, int(np.count_nonzero(plan.is_explored))
-        record.num_looking_up = len(plan.lookups)
+        record.num_drafting, record.num_looking_up = plan.num_drafting, len(plan.lookups)
         record.num_drafts_proposed += sum(len(lookup.draft_ids) for lookup in plan.lookups)
         record.num_drafts_verified = num_drafts
         record.batch_tokens = record.num_prefill_tokens + record.num_requests + num_drafts
@@ -230,11 +229,11 @@ class EngineCalls:
     def _record_draft(self, states: Sequence[RequestState], block: DraftBlock) -> None:
         self.record.num_drafts_proposed += block.draft_ids.size
         for state in states:
-            state.statistics.draft_ms += self.record.draft_ms
+            state.took_part(draft_ms=self.record.draft_ms)
 
     def _record_verification(self, plan: StepPlan) -> None:
         for state in plan.states:
-            state.statistics.verify_ms += self.record.verify_ms
+            state.took_part(verify_ms=self.record.verify_ms)
 
     def _copy(self, source: int, destination: int, lengths: Sequence[int], states: Sequence[RequestState]) -> None:
         with timed_call(self.record, "copy_ms", states):

@@ -6,39 +6,34 @@ One thread owns a loop: `submit`, `cancel` and `step` are called from it and fro
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from dspark_trt.contract.acceptance import AcceptEngine
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.lookup import LookupAcceptance
-from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine, TargetOutput
-from dspark_trt.contract.scheduler import SchedulerConfig
-from dspark_trt.errors import RecipeError, RequestError
+from dspark_trt.contract.protocol import DraftEngine, StepEngine, TargetEngine
+from dspark_trt.contract.scheduler import DEFAULT_MAX_STRETCH, SchedulerConfig
 from dspark_trt.runtime.acceptance import Acceptance, accept
 from dspark_trt.runtime.drafting import DraftBlock, with_lookups
 from dspark_trt.runtime.emission import Emission, emit_end, emit_result
 from dspark_trt.runtime.engine_calls import EngineCalls
-from dspark_trt.runtime.fused_acceptance import Decided, results_of
+from dspark_trt.runtime.fused_acceptance import results_of
 from dspark_trt.runtime.metrics import LoopTotals, StepRecord
+from dspark_trt.runtime.opening import open_scheduling
 from dspark_trt.runtime.planner import Planner
 from dspark_trt.runtime.prefix_cache import PrefixCache
-from dspark_trt.runtime.request import GenerationRequest, validate
+from dspark_trt.runtime.request import GenerationRequest
+from dspark_trt.runtime.request_queue import RequestQueue
 from dspark_trt.runtime.rows import Rows
-from dspark_trt.runtime.scheduling import Scheduling
-from dspark_trt.runtime.state import Phase, RequestState, new_state
+from dspark_trt.runtime.state import Phase, RequestState, share_keys
 from dspark_trt.runtime.step_plan import StepPlan
 from dspark_trt.runtime.text_stream import Decode
 from dspark_trt.runtime.timed_calls import EngineCallFailed
-from dspark_trt.runtime.verification import Segment, offer_drafts, select_batch
+from dspark_trt.runtime.verification import Segment
 from dspark_trt.steptable.table import StepTable
 
 OnVerified = Callable[[Sequence[Segment], Any, DraftBlock | None], None]
-DEFAULT_MAX_STRETCH = 4.0
 ENGINE_FAILED = "the engine failed while it worked on this request; send the request again"
 
 
@@ -71,9 +66,8 @@ class DecodingLoop:
 
         Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `lookup`: drafts may be copied
         from a request's own text, at most as many as `calibration` has slots; in mode auto beside the drafter, in every
-        mode without one. `step_engine`, over these very engines, drafts and verifies in one call; only mode
-        lagged_budget knows early enough how much is verified. `acceptance`: accepts where the logits are; None: the
-        runtime does it, slot by slot.
+        mode without one. `step_engine`, over these very engines, drafts and verifies in one call, in
+        mode lagged_budget. `acceptance`: accepts where the logits are; None: the runtime does it, slot by slot.
         max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
         prefix_cache: prompts begin where a KV row already holds their first tokens. The engines are then this loop's
         alone: what another one writes into a row that is free here is not noticed.
@@ -81,59 +75,47 @@ class DecodingLoop:
 
         Raises RecipeError and CapacityError when the parts do not fit each other.
         """
-        self._gamma = drafter.gamma if drafter is not None else calibration.gamma if lookup is not None else 0
-        if self._gamma and calibration.gamma != self._gamma:
-            raise RecipeError(f"calibration: expected {self._gamma} slots, found {calibration.gamma}")
-        self._max_verify_len = scheduler.max_verify_len(self._gamma)
         self.totals = LoopTotals()
         self.last_step = StepRecord()
-        self._limits = limits = target.limits
-        self._eos_token_ids = tuple(eos_token_ids)
-        self._decode = decode
         self._on_verified = on_verified
-        self._rows: Rows[RequestState] = Rows(limits.max_requests)
-        self._scheduling: Scheduling | None = None
-        if self._max_verify_len:
-            self._scheduling = Scheduling(
-                scheduler,
-                calibration=calibration,
-                table=step_table,
-                num_rows=limits.max_requests,
-                selects_on_device=step_engine is not None,
-                lookup=lookup,
-                has_drafter=drafter is not None,
-            )
+        self._rows: Rows[RequestState] = Rows(target.limits.max_requests)
+        self._scheduling = open_scheduling(
+            scheduler,
+            drafter=drafter,
+            lookup=lookup,
+            calibration=calibration,
+            table=step_table,
+            num_rows=target.limits.max_requests,
+            selects_on_device=step_engine is not None,
+        )
         is_selected_on_device = self._scheduling is not None and self._scheduling.config.mode == "lagged_budget"
         self._engines = EngineCalls(
             target,
-            drafter if self._max_verify_len else None,
+            drafter if self._scheduling is not None else None,
             step_engine if is_selected_on_device else None,
             acceptance,
             keeps_taps=prefix_cache,
         )
-        self._planner = Planner(
-            self._engines,
-            self._scheduling,
-            step_table,
-            max_verify_len=self._max_verify_len,
-            max_stretch=max_stretch,
-        )
+        self._planner = Planner(self._engines, self._scheduling, step_table, max_stretch=max_stretch)
         self._prefix_cache = PrefixCache(self._engines, self._rows, self.totals) if prefix_cache else None
-        self._queue: deque[RequestState] = deque()
-        self._states: dict[str, RequestState] = {}  # all that are not finished, by request id
-        self._cancelled: list[RequestState] = []  # since the last step
+        self._queue = RequestQueue(
+            target,
+            eos_token_ids=eos_token_ids,
+            decode=decode,
+            looks_up=self._scheduling is not None and self._scheduling.looks_up,
+        )
         self._plan: StepPlan | None = None  # of the step that is running
         self._emissions: list[Emission] = []
 
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
-        return bool(self._states)
+        return self._queue.num_unfinished > 0
 
     @property
     def request_ids(self) -> list[str]:
         """Of all that wait or run."""
-        return list(self._states)
+        return self._queue.request_ids
 
     @property
     def num_running(self) -> int:
@@ -142,34 +124,18 @@ class DecodingLoop:
 
     @property
     def num_queued(self) -> int:
-        return len(self._queue)
+        return self._queue.num_waiting
 
     def submit(self, request: GenerationRequest) -> None:
         """Queue a request; it gets a KV row when one is free, first come first served.
 
         Raises RequestError when the request is not acceptable; nothing is queued then.
         """
-        validate(request, vocab_size=self._engines.target.vocab_size, max_seq_len=self._limits.max_seq_len)
-        if request.request_id in self._states:
-            raise RequestError(f"request_id: {request.request_id!r} is in use; wait for its end or choose another")
-        state = new_state(
-            request,
-            max_seq_len=self._limits.max_seq_len,
-            eos_token_ids=self._eos_token_ids,
-            decode=self._decode,
-            looks_up=self._scheduling is not None and self._scheduling.looks_up,
-        )
-        self._states[request.request_id] = state
-        self._queue.append(state)
-        self.totals.num_submitted += 1
+        self._queue.submit(request)
 
     def cancel(self, request_id: str) -> bool:
         """End a request at the beginning of the next step. False when no request of this id waits or runs."""
-        state = self._states.get(request_id)
-        if state is None:
-            return False
-        self._cancelled.append(state)
-        return True
+        return self._queue.cancel(request_id)
 
     def step(self) -> list[Emission]:
         """One iteration over the batch."""
@@ -196,10 +162,12 @@ class DecodingLoop:
         plan = self._plan = self._planner.make_plan(self._rows.occupants)
         block: DraftBlock | None
         if self._engines.step_engine and plan.num_drafting:
-            block, segments, output, decided = self._draft_and_verify(plan)
+            assert self._scheduling is not None, "what drafts is scheduled"
+            block, segments, output, decided = self._engines.draft_and_verify(plan, self._scheduling.select(plan))
+            self._scheduling.record_selected(plan, block)
         else:
             block = with_lookups(self._engines.draft(plan.drafting, plan.num_slots), plan.lookups)
-            segments, output, decided = self._engines.verify(plan, self._verify_lens(plan, block), block)
+            segments, output, decided = self._engines.verify(plan, self._planner.verify_lens(plan, block), block)
         if self._on_verified is not None:
             self._on_verified(segments, output.logits, block)
         results = accept(segments, output.logits, block) if decided is None else results_of(segments, decided)
@@ -215,15 +183,10 @@ class DecodingLoop:
         self._engines.check_integrity(self._rows.occupants)
         if self._prefix_cache is not None:
             self._prefix_cache.check_integrity()
-        assert len(self._states) == self.num_running + self.num_queued, "a request is neither running nor queued"
+        assert self._queue.num_unfinished == self.num_running + self.num_queued, "a request neither runs nor waits"
 
     def _drop_cancelled(self) -> None:
-        cancelled, self._cancelled = self._cancelled, []
-        for state in cancelled:
-            if state.phase is Phase.FINISHED:  # cancelled twice
-                continue
-            if state.phase is Phase.QUEUED:
-                self._queue.remove(state)
+        for state in self._queue.take_cancelled():
             self._end(state, emit_end(state, "cancelled"))
         self._vacate()
 
@@ -231,30 +194,12 @@ class DecodingLoop:
         """Give the free rows to the requests that wait longest."""
         if self._prefix_cache is not None:
             self._prefix_cache.resume()
-        while self._queue and self._rows.num_free:
-            state = self._queue.popleft()
-            for other in self._rows.occupants:
-                if other.key == state.key:
-                    state.share_key()
-                    other.share_key()
+        while self._queue.num_waiting and self._rows.num_free:
+            state = self._queue.take_next()
+            share_keys(state, self._rows.occupants)
             self._rows.occupy(state)
             if self._prefix_cache is not None:
                 self._prefix_cache.admit(state)
-
-    def _draft_and_verify(self, plan: StepPlan) -> tuple[DraftBlock, list[Segment], TargetOutput, Decided | None]:
-        """Draft, schedule and verify in one call: how many drafts are verified is known before anything is drafted."""
-        assert self._scheduling is not None, "what drafts is scheduled"
-        prefixes = self._scheduling.prefixes
-        budget = prefixes.budget(offer_drafts(plan, self._scheduling.prices))
-        selection = select_batch(plan, budget, prefixes.temperatures[: plan.num_slots])
-        block, segments, output, decided = self._engines.draft_and_verify(plan, selection)
-        self._scheduling.record_selected(plan, block)
-        return block, segments, output, decided
-
-    def _verify_lens(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
-        if self._scheduling is None:
-            return np.zeros(len(plan.decode), dtype=np.int64)
-        return self._scheduling.verify_lens(plan, block)
 
     def _emit(self, segments: Sequence[Segment], results: Sequence[Acceptance]) -> None:
         """Hand out tokens and text; end the requests that are complete or failed."""
@@ -262,9 +207,7 @@ class DecodingLoop:
             emission = emit_result(segment, result)
             if emission is None:
                 continue
-            num_tokens = len(emission.token_ids)
-            self.last_step.num_tokens_emitted += num_tokens
-            self.last_step.num_drafts_accepted += min(result.num_accepted_drafts, num_tokens)
+            self.last_step.add_emitted(len(emission.token_ids), result.num_accepted_drafts)
             if emission.finish_reason:
                 self._end(segment.state, emission)
             else:
@@ -274,7 +217,7 @@ class DecodingLoop:
         """Hand out the last emission of a request. Its row is freed by `_vacate`."""
         assert emission.finish_reason is not None, "the last emission says why"
         state.finish(has_failed=emission.finish_reason == "error")
-        del self._states[state.request.request_id]
+        self._queue.forget(state)
         self._emissions.append(emission)
         self.totals.num_finished[emission.finish_reason] += 1
 

@@ -79,7 +79,6 @@ class StepRecord:
     batch_tokens: int = 0  # B: prefill tokens + sum(1 + verify_len)
     num_drafting: int = 0  # requests that the drafter drafted for
     num_looking_up: int = 0  # requests whose drafts were copied from their own text
-    num_explored: int = 0  # of these, in order to learn
     num_ingested_tokens: int = 0
     num_drafts_proposed: int = 0
     num_drafts_verified: int = 0
@@ -92,6 +91,11 @@ class StepRecord:
     copy_ms: float = 0.0  # KV rows moved, and prefixes copied from one to another
     total_ms: float = 0.0
 
+    def add_emitted(self, num_tokens: int, num_accepted_drafts: int) -> None:
+        """One request was given tokens. Accepted drafts behind the end of its text are not counted."""
+        self.num_tokens_emitted += num_tokens
+        self.num_drafts_accepted += min(num_accepted_drafts, num_tokens)
+
     @property
     def outside_ms(self) -> float:
         """The step outside the two engines."""
@@ -102,7 +106,6 @@ class StepRecord:
 class LoopTotals:
     """Counters since the start of the loop; they never fall."""
 
-    num_submitted: int = 0
     num_finished: Counter[str] = field(default_factory=Counter)  # by finish reason
     num_rows_moved: int = 0
     num_steps: int = 0

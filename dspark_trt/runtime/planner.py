@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.runtime.corrections import TimeCorrection
 from dspark_trt.runtime.draft_choice import Decoding, DraftChoice
+from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.engine_calls import EngineCalls
 from dspark_trt.runtime.lookup import Lookup
 from dspark_trt.runtime.prices import StepPrices
@@ -31,14 +33,13 @@ class Planner:
         scheduling: Scheduling | None,
         step_table: StepTable | None,
         *,
-        max_verify_len: int,
         max_stretch: float,
     ) -> None:
         """scheduling: None: nobody drafts. max_stretch: see `DecodingLoop`."""
         self._engines = engines
         self._scheduling = scheduling
         self._prices = None if step_table is None else StepPrices(step_table, TimeCorrection(is_on=False))
-        self._max_verify_len = max_verify_len
+        self._max_verify_len = 0 if scheduling is None else scheduling.max_verify_len
         self._max_stretch = max_stretch
 
     @property
@@ -93,3 +94,9 @@ class Planner:
         for chunk in plan.prefill:
             chunk.state.draw_words(num_slots=1)
         return plan
+
+    def verify_lens(self, plan: StepPlan, block: DraftBlock | None) -> NDArray[np.int64]:
+        """How many drafts of every request that decodes are verified, [R]."""
+        if self._scheduling is None:
+            return np.zeros(len(plan.decode), dtype=np.int64)
+        return self._scheduling.verify_lens(plan, block)

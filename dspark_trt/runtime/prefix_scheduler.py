@@ -8,17 +8,21 @@ requests and the past, never x_j itself nor a later slot. docs/architecture.md s
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.contract.calibration import Calibration
-from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.corrections import AcceptanceCorrection
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.survival_history import Floats, Ints, SurvivalHistory
+from dspark_trt.steptable.table import StepTable
+
+logger = logging.getLogger(__name__)
 
 
 def survival_of(confidence: Floats) -> Floats:
@@ -188,3 +192,15 @@ class PrefixScheduler:
     def move_row(self, source: int, destination: int) -> None:
         """A request moved to another KV row: its history follows."""
         self._history.move(source, destination)
+
+
+def mode_for(table: StepTable, selects_on_device: bool) -> SchedulerMode:
+    """What `auto` is: `early_stop` where every token has its price, else or where a device selects `lagged_budget`."""
+    mode: SchedulerMode = "early_stop" if table.is_smooth and not selects_on_device else "lagged_budget"
+    why = (
+        "the device selects drafts itself"
+        if selects_on_device
+        else f"the step table {'rises with every token' if table.is_smooth else 'is a stair'}"
+    )
+    logger.info("scheduler auto: %s, since %s; not drafting is one of its choices", mode, why)
+    return mode

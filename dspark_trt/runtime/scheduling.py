@@ -5,7 +5,6 @@ Shape letters: `R` requests that decode, `G` gamma.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,7 +13,8 @@ from numpy.typing import NDArray
 from dspark_trt.contract.calibration import Calibration
 from dspark_trt.contract.drafter_form import slot_counts
 from dspark_trt.contract.lookup import LookupAcceptance
-from dspark_trt.contract.scheduler import SchedulerConfig, SchedulerMode
+from dspark_trt.contract.protocol import SelectBatch
+from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import RecipeError
 from dspark_trt.runtime.acceptance import Acceptance
 from dspark_trt.runtime.corrections import AcceptanceCorrection, Part, TimeCorrection
@@ -24,15 +24,13 @@ from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.lookup import Lookup
 from dspark_trt.runtime.lookup_survival import LookupOffer, LookupSurvival
 from dspark_trt.runtime.metrics import StepRecord
-from dspark_trt.runtime.prefix_scheduler import PrefixScheduler, survival_of
+from dspark_trt.runtime.prefix_scheduler import PrefixScheduler, mode_for, survival_of
 from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.sampling import is_greedy
 from dspark_trt.runtime.step_plan import StepPlan
 from dspark_trt.runtime.survival_history import SurvivalHistory
-from dspark_trt.runtime.verification import Segment, offer_drafts
+from dspark_trt.runtime.verification import Segment, offer_drafts, select_batch
 from dspark_trt.steptable.table import StepTable
-
-logger = logging.getLogger(__name__)
 
 LEAST_SEEN_SHARE = 0.1  # of a price of time outside the engines: a difference of two times may come out as nothing
 MAX_LOOKUP_REQUESTS = 4  # more requests that decode look nothing up in mode auto
@@ -62,7 +60,7 @@ class Scheduling:
         self.config = config
         if config.mode == "auto":
             assert table is not None, "auto is adaptive"
-            self.config = SchedulerConfig(mode=_mode_for(table, selects_on_device), corrects=config.corrects)
+            self.config = SchedulerConfig(mode=mode_for(table, selects_on_device), corrects=config.corrects)
         self.times = TimeCorrection(is_on=config.corrects)
         self.acceptance = AcceptanceCorrection(gamma, is_on=config.corrects)
         self.prices = None if table is None else StepPrices(table, self.times)
@@ -89,7 +87,7 @@ class Scheduling:
             acceptance=self.acceptance,
             expected_survival=calibration.expected_survival,
         )
-        self._max_verify_len = self.config.max_verify_len(gamma)
+        self.max_verify_len = self.config.max_verify_len(gamma)
         self._confidence: NDArray[np.float64] | None = None
         self._found_offer: LookupOffer | None = None  # what this step's lookups found
         self._found_confidence = self._lookup_confidence = np.empty((0, gamma))
@@ -132,7 +130,7 @@ class Scheduling:
         if not self._has_drafter:
             is_found = np.array([lookup is not None for lookup in lookups] or nobody, dtype=np.bool_)
             return DraftChoice(0, nobody, nobody, is_found)
-        return DraftChoice(self._max_verify_len, ~nobody, nobody, nobody)
+        return DraftChoice(self.max_verify_len, ~nobody, nobody, nobody)
 
     def _survival_of_lookups(
         self, decoding: Decoding, lookups: Sequence[Lookup | None], are_greedy: Sequence[bool]
@@ -181,6 +179,11 @@ class Scheduling:
         self._lookups = self._found_offer.chosen(taken)
         self._lookup_confidence = self._found_confidence[taken]
         return self._lookup_confidence
+
+    def select(self, plan: StepPlan) -> SelectBatch:
+        """For a device that chooses among the drafts itself: how many are verified is known before any is drafted."""
+        budget = self.prefixes.budget(offer_drafts(plan, self.prices))
+        return select_batch(plan, budget, self.prefixes.temperatures[: plan.num_slots])
 
     def record_selected(self, plan: StepPlan, block: DraftBlock) -> None:
         """A device chose among the drafts of `block`: its confidences count from the step after the next one on."""
@@ -237,15 +240,3 @@ class Scheduling:
             self._policy.move_row(source, destination)
         if self._lookup_survival is not None:
             self._lookup_survival.move_row(source, destination)
-
-
-def _mode_for(table: StepTable, selects_on_device: bool) -> SchedulerMode:
-    """`early_stop` where every token has its price, `lagged_budget` on stairs and where a device selects."""
-    mode: SchedulerMode = "early_stop" if table.is_smooth and not selects_on_device else "lagged_budget"
-    why = (
-        "the device selects drafts itself"
-        if selects_on_device
-        else f"the step table {'rises with every token' if table.is_smooth else 'is a stair'}"
-    )
-    logger.info("scheduler auto: %s, since %s; not drafting is one of its choices", mode, why)
-    return mode

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from functools import lru_cache, partial
@@ -146,6 +146,17 @@ class RequestState:
             self.statistics.first_token_ms = self.elapsed_ms()
         self.step_index += 1
 
+    def took_part(self, *, draft_ms: float = 0.0, verify_ms: float = 0.0) -> None:
+        """In a call that took so long."""
+        self.statistics.draft_ms += draft_ms
+        self.statistics.verify_ms += verify_ms
+
+    def record_step(self, *, num_proposed: int, verify_len: int, num_accepted: int, num_emitted: int) -> None:
+        """One verification step, as in RequestStatistics."""
+        self.statistics.record_step(
+            num_proposed=num_proposed, verify_len=verify_len, num_accepted=num_accepted, num_emitted=num_emitted
+        )
+
     def finish(self, has_failed: bool = False) -> None:
         self.phase = Phase.FINISHED
         self.has_failed = has_failed
@@ -161,6 +172,14 @@ class RequestState:
 
     def elapsed_ms(self) -> float:
         return (time.perf_counter() - self.submitted_at) * 1e3
+
+
+def share_keys(state: RequestState, others: Iterable[RequestState]) -> None:
+    """Tell `state` and those of the others that have its random key of each other."""
+    for other in others:
+        if other.key == state.key:
+            state.share_key()
+            other.share_key()
 
 
 @lru_cache(maxsize=64)

@@ -41,7 +41,7 @@ def confine(options: ServeOptions, front_end: FrontEndOptions | None) -> tuple[S
     reachable = front_end and replace(front_end, address=options.address)
     if is_loopback(options.address) and is_loopback(options.metrics_address):
         return options, reachable
-    version = server_version(find_server(options.cache))
+    version = server_version(find_server())
     if is_fixed(version):
         return options, reachable
     if not is_loopback(options.metrics_address):

@@ -41,7 +41,6 @@ class ServeOptions:
     metrics_address: str = "127.0.0.1"
     scheduler: str | None = None  # as in `parse_scheduler`; None: what the build's repository says
     prefix_cache: bool | None = None  # whether K/V are reused between requests; None: as the build says
-    cache: Path | None = None  # where the server tree lives; None: default_cache_folder()
     log_file: Path | None = None  # None: the server writes to this process's standard error
     startup_timeout_s: float = 300.0
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)

@@ -53,9 +53,9 @@ class PerfAnalyzer:
         return environment
 
 
-def find_perf_analyzer(cache: Path | None = None) -> PerfAnalyzer:
+def find_perf_analyzer() -> PerfAnalyzer:
     """Raises EnvironmentMissingError when it cannot be had, or a library that it loads is missing."""
-    cache = cache or default_cache_folder()
+    cache = default_cache_folder()
     glibc = _glibc_version()
     host = f"glibc {glibc[0]}.{glibc[1]}"
     libraries: tuple[Path, ...] = ()

@@ -1,8 +1,6 @@
 """A tritonserver to start: the one on PATH, or a private tree unpacked from the `nvidia-pytriton` wheel.
 
-The wheel is the one place on PyPI that carries the Triton server itself. Only its files are wanted: it pins numpy < 2,
-so it is downloaded without its dependencies and unpacked into a cache folder, never installed into the environment. The
-tree keeps the wheel's own layout, because its libraries are found relative to each binary:
+The tree keeps the wheel's own layout, because its libraries are found relative to each binary (ADR 5 says why a wheel):
 
     <cache>/tritonserver-<wheel version>-py<X.Y>/
         pytriton/tritonserver/bin/tritonserver
@@ -10,9 +8,7 @@ tree keeps the wheel's own layout, because its libraries are found relative to e
         nvidia_pytriton.libs/                     the libraries of all of them
         python/                                   numpy 1.26, for the models in the server only
 
-The last one because this server's Python backend was compiled against numpy 1: under numpy 2 it reads every tensor with
-a stride of zero (repaired upstream one release later). The interpreter that the backend embeds ignores PYTHONPATH but
-looks into its working directory first, so the server runs in that folder; everything else comes from the environment.
+The server runs in the last folder: the interpreter that its backend embeds ignores PYTHONPATH, but looks there first.
 """
 
 from __future__ import annotations
@@ -72,8 +68,8 @@ class ServerTree:
         return environment
 
 
-def find_server(cache: Path | None = None) -> ServerTree:
-    """The tritonserver on PATH, else the private tree in `cache` (default_cache_folder()), assembled if need be.
+def find_server() -> ServerTree:
+    """The tritonserver on PATH, else the private tree in `default_cache_folder()`, assembled if need be.
 
     Raises EnvironmentMissingError when the wheel cannot be had or a library that the server loads is missing.
     """
@@ -87,7 +83,7 @@ def find_server(cache: Path | None = None) -> ServerTree:
             "run dspark-trt under that one (make PYTHON=python3.12), or put a tritonserver on PATH"
         )
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    root = (cache or default_cache_folder()) / f"tritonserver-{WHEEL.version}-py{python}"
+    root = default_cache_folder() / f"tritonserver-{WHEEL.version}-py{python}"
     assemble(root, lambda scratch, contents: _fill(scratch, contents, python), TREE_DIGESTS[python])
     tree = ServerTree(root / _SERVER / "bin/tritonserver", root / _SERVER / "backends", root / "python")
     _check_libraries(tree, python)

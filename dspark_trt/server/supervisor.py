@@ -48,6 +48,7 @@ _KILL_TIMEOUT_S = 10  # after which a server that does not stop is killed
 _ORPHAN_TIMEOUT_S = 2  # for killed processes to be gone
 _FIRST_ANSWER_TIMEOUT_S = 60
 _POLL_S = 0.05
+_NUM_TAIL_LINES = 30
 _ROUTINE = re.compile(r"I\d{4} |\+-|\| |$")  # informational messages, tables, empty lines
 
 
@@ -113,7 +114,7 @@ class TritonServer:
         Raises as `__enter__`.
         """
         assert self._process is None, "the one before it is ended first"
-        tree = find_server(self._options.cache)
+        tree = find_server()
         assert self._folder is not None, "prepared first"
         arguments = server_arguments(self._options, self._admin_key, self._shared_memory_prefix)
         command = [str(tree.executable), f"--model-repository={self._folder.repository}", *arguments]
@@ -221,12 +222,12 @@ class TritonServer:
                 f"tritonserver serving {self._build_dir} is ready but does not answer: {reason}; {self.log_tail()}"
             ) from error
 
-    def log_tail(self, num_lines: int = 30) -> str:
+    def log_tail(self) -> str:
         log_file = self._options.log_file
         if log_file is None:
             return "its messages are above"
         lines = [line for line in log_file.read_text(errors="replace").splitlines() if not _ROUTINE.match(line)]
-        return f"the end of its log {log_file}, routine lines left out:\n" + "\n".join(lines[-num_lines:])
+        return f"the end of its log {log_file}, routine lines left out:\n" + "\n".join(lines[-_NUM_TAIL_LINES:])
 
 
 def _host_of(address: str) -> str:

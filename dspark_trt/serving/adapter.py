@@ -64,7 +64,7 @@ class StopCommand:
 class EngineRequest:
     """What the engine model was asked for."""
 
-    generation: GenerationRequest
+    generation_request: GenerationRequest
     handle: int  # names the request in responses and to stop it
     client_id: str  # the client's request id; may be empty, need not be unique
     is_streaming: bool
@@ -109,7 +109,7 @@ def read_request(
     if max_tokens is not None and sampling.max_tokens > max_tokens >= sampling.min_tokens:
         sampling = replace(sampling, max_tokens=max_tokens)
     return EngineRequest(
-        generation=GenerationRequest(
+        generation_request=GenerationRequest(
             request_id=str(handle),
             prompt_ids=_prompt_ids(fields),
             sampling=sampling,

@@ -114,7 +114,7 @@ class EngineModel:
         )
         target = self._deployment.target
         try:
-            validate(request.generation, vocab_size=target.vocab_size, max_seq_len=target.limits.max_seq_len)
+            validate(request.generation_request, vocab_size=target.vocab_size, max_seq_len=target.limits.max_seq_len)
         except RequestError as error:
             raise with_client_names(error) from None
         return Ticket(

@@ -82,15 +82,15 @@ class Fields:
         sequences = [tuple(ids[start:end]) for start, end in pairwise(bounds)]
         return tuple(sequence for sequence in sequences if sequence)
 
-    def json_object(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
-        value = self._json(name, max_bytes)
+    def json_object(self, name: str) -> dict[str, Any]:
+        value = self._json(name, MAX_JSON_BYTES)
         if value is None:
             return {}
         if not isinstance(value, dict):
             raise self.refusal(name, "a JSON object", value)
         return value
 
-    def json_list(self, name: str, max_bytes: int = MAX_JSON_BYTES) -> list[Any] | None:
+    def json_list(self, name: str, max_bytes: int) -> list[Any] | None:
         value = self._json(name, max_bytes)
         if value is not None and not isinstance(value, list):
             raise self.refusal(name, "a JSON list", value)

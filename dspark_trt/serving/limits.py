@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dspark_trt.contract.scheduler import DEFAULT_MAX_STRETCH
 from dspark_trt.errors import RecipeError, RequestError
 
 MAX_PROMPT_BYTES_PER_TOKEN = (
@@ -37,7 +38,7 @@ class AdmissionLimits:
     max_queue_s: float = 300.0  # that a request waits for a row
     default_timeout_s: float = 3600.0  # from arrival to the last token, where the request has no `timeout_ms`
     max_tokens: int | None = None  # a larger `max_tokens` of a request is cut to it
-    max_stretch: float = 4.0  # a step that reads prompts beside answers takes at most so many times a plain one
+    max_stretch: float = DEFAULT_MAX_STRETCH  # of a step that reads prompts beside answers
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -94,20 +95,22 @@ def check_prompt_bytes(name: str, num_bytes: int, max_seq_len: int) -> None:
         )
 
 
-def check_stop_words(words: Sequence[str], name: str = "stop_words") -> None:
-    check_words(name, words, max_words=MAX_STOP_WORDS, max_characters=MAX_STOP_WORD_CHARACTERS)
+def check_stop_words(words: Sequence[str]) -> None:
+    check_words("stop_words", words, max_words=MAX_STOP_WORDS, max_characters=MAX_STOP_WORD_CHARACTERS)
 
 
-def check_bad_words(words: Sequence[str], name: str = "bad_words") -> None:
-    check_words(name, words, max_words=MAX_BAD_WORDS, max_characters=MAX_BAD_WORD_CHARACTERS)
+def check_bad_words(words: Sequence[str]) -> None:
+    check_words("bad_words", words, max_words=MAX_BAD_WORDS, max_characters=MAX_BAD_WORD_CHARACTERS)
 
 
-def check_bad_word_ids(sequences: Iterable[Sequence[int]], name: str = "bad_words") -> None:
-    check_count(name, sum(map(len, sequences)), MAX_BAD_WORD_IDS, "token ids in all words, every spelling counted")
+def check_bad_word_ids(sequences: Iterable[Sequence[int]]) -> None:
+    check_count(
+        "bad_words", sum(map(len, sequences)), MAX_BAD_WORD_IDS, "token ids in all words, every spelling counted"
+    )
 
 
-def check_logit_bias(num_entries: int, name: str = "logit_bias") -> None:
-    check_count(name, num_entries, MAX_LOGIT_BIASES, "entries")
+def check_logit_bias(num_entries: int) -> None:
+    check_count("logit_bias", num_entries, MAX_LOGIT_BIASES, "entries")
 
 
 def retry_hint(seconds: float) -> str:

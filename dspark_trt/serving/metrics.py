@@ -166,7 +166,9 @@ class ServingMetrics:
             self._pending[id(metric)] = (metric, known + value)
 
     def _kv_used(self) -> float:
-        used = sum(len(ticket.request.generation.prompt_ids) + ticket.num_tokens for ticket in self._live.values())
+        used = sum(
+            len(ticket.request.generation_request.prompt_ids) + ticket.num_tokens for ticket in self._live.values()
+        )
         return min(used / self._num_positions, 1.0)
 
 

@@ -36,8 +36,8 @@ class ResponseWriter:
         return self._tensors(_joined(self._held)) if emission.finish_reason else None
 
     def _tensors(self, emission: Emission) -> Mapping[str, NDArray[Any]]:
-        generation = self._request.generation
-        echoed_ids = generation.prompt_ids if self._request.echoes_prompt else ()
+        generation_request = self._request.generation_request
+        echoed_ids = generation_request.prompt_ids if self._request.echoes_prompt else ()
         log_probs = emission.log_probs or ()
         self._cum_log_prob += sum(log_probs)
         statistics = emission.statistics
@@ -45,7 +45,7 @@ class ResponseWriter:
         num_accepted = statistics.num_drafts_accepted if statistics else 0
         response = _Response(
             token_ids=(*echoed_ids, *emission.token_ids),
-            text=(self._decode(generation.prompt_ids) if echoed_ids else "") + emission.text,
+            text=(self._decode(generation_request.prompt_ids) if echoed_ids else "") + emission.text,
             handle=self._request.handle,
             log_probs=log_probs,
             top_log_probs=emission.top_log_probs or (),
@@ -53,8 +53,8 @@ class ResponseWriter:
             numbers={
                 "cum_log_probs": self._cum_log_prob,
                 "batch_index": 0,
-                "sequence_index": generation.sequence_index,
-                "num_input_tokens": len(generation.prompt_ids),
+                "sequence_index": generation_request.sequence_index,
+                "num_input_tokens": len(generation_request.prompt_ids),
                 "num_output_tokens": len(emission.token_ids),
                 "acceptance_rate": num_accepted / num_verified if num_verified else 0.0,
                 "total_draft_tokens": num_verified,

@@ -47,7 +47,7 @@ class Ticket:
 
     @property
     def request_id(self) -> str:
-        return self.request.generation.request_id
+        return self.request.generation_request.request_id
 
     def end_with(self, failure: Failure, message: str) -> None:
         """Say why the request ends; the first reason counts."""

@@ -162,7 +162,7 @@ class Worker:
 
     def _submit(self, ticket: Ticket) -> None:
         try:
-            self._loop.submit(ticket.request.generation)
+            self._loop.submit(ticket.request.generation_request)
         except RequestError as error:
             ticket.end_with(Failure.INVALID_ARG, str(error))
             self._end(ticket)

@@ -17,8 +17,8 @@ from dspark_trt.checkpoints.views import SelectedRows
 from dspark_trt.contract import bindings
 from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.reference.draft_session import TorchDraftSession
 from dspark_trt.reference.engines import open_reference_engines
-from dspark_trt.reference.sessions import TorchDraftSession
 from tests.engine.test_drafter_forms_in_loops import requests
 from tests.engine.test_onnxruntime_drafter import LIMITS, TAPS, Contexts, assert_same_drafts, pair
 from tests.engine.test_torch_sessions import DRAFT, Pair

@@ -1,4 +1,4 @@
-"""TensorRT-RTX compiles every graph ahead of time for four GPU architectures at once, on a machine without a GPU.
+"""TensorRT-RTX compiles every graph ahead of time, on a machine without a GPU; one pair for four architectures at once.
 
 What is shown: parsing without a warning, layer types, types and shapes, code for every architecture in the engine. What
 is not: that an engine runs, for which RTX wants a driver.
@@ -24,7 +24,7 @@ from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_drafter, write_target
 from tests.support.gemma4 import write_gemma_drafter, write_gemma_target
-from tests.support.rtx_graphs import Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
+from tests.support.rtx_graphs import SMS, Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
 from tests.support.transformers_targets import NO_KEYS_OF_A_DRAFTER, write_by_transformers
 
 TWO_DRAFTS = {"speculators_config": {"proposal_methods": [{"speculative_tokens": 2}]}}
@@ -61,6 +61,14 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return export(target, drafter, folder / "graphs", EngineLimits(3, 48, 16), case.precision)
 
 
+def test_one_engine_holds_code_for_four_architectures(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", layers=3, hidden=64)
+    drafter = write_drafter(tmp_path / "drafter", target, layers=2)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, sms=SMS)
+    check_compiled(facts, pair, tmp_path / "engines", use_plugins=True)
+
+
 @pytest.mark.parametrize("use_plugins", [True, False], ids=["plugins", "bodies"])
 def test_every_head_compiles(tiny: Pair, use_plugins: bool, tmp_path: Path) -> None:
     facts = compile_pair(tiny, tmp_path / "engines", use_plugins=use_plugins)
@@ -95,7 +103,7 @@ def test_a_target_with_experts_and_windows_compiles(tmp_path: Path) -> None:
     target = write_by_transformers(tmp_path / "target", "qwen3_moe", **sizes, **experts, **windows)
     drafter = write_drafter(tmp_path / "drafter", target, layers=1, config_extra=NO_KEYS_OF_A_DRAFTER)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "fp16")
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH], sms=(89,))
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH])
     counts = {"ATTENTION_INPUT": 6, "ATTENTION_OUTPUT": 6, "KV_CACHE_UPDATE": 12, "ROTARY_EMBEDDING": 3}
     assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
     assert facts[bindings.TARGET_GRAPH].warnings == ()
@@ -109,7 +117,7 @@ def test_gemma4_with_the_heads_of_its_12b_model_compiles(tmp_path: Path) -> None
     target = write_gemma_target(tmp_path / "target", layer_types=types, **sizes, **heads)
     drafter = write_gemma_drafter(tmp_path / "drafter", target, taps=(0,), layers=1)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH], sms=(89,))
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH])
     counts = {"ATTENTION_INPUT": 2, "ATTENTION_OUTPUT": 2, "KV_CACHE_UPDATE": 8, "ROTARY_EMBEDDING": 2}
     assert counted_layers(facts) == {bindings.TARGET_GRAPH: counts}
     assert facts[bindings.TARGET_GRAPH].warnings == ()
@@ -124,7 +132,7 @@ def test_graphs_of_an_eagle3_drafter_compile(tmp_path: Path) -> None:
     )
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
     graphs = [bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH]
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=graphs, sms=(89,))
+    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=graphs)
     assert counted_layers(facts) == {
         bindings.INGEST_GRAPH: {"KV_CACHE_UPDATE": 2, "ROTARY_EMBEDDING": 1},
         bindings.DRAFT_GRAPH: {"PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2},

@@ -16,9 +16,11 @@ from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims, target_dims
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.select_bindings import select_inputs, select_outputs
 from dspark_trt.errors import EngineBuildError
+from dspark_trt.reference.draft_session import TorchDraftSession
 from dspark_trt.reference.sequential import TorchSelectSession
-from dspark_trt.reference.sessions import TorchDraftSession, TorchIngestSession, TorchTargetSession
+from dspark_trt.reference.sessions import TorchIngestSession, TorchTargetSession
 from dspark_trt.reference.weights import ReferenceWeights
 from tests.support.conversations import open_pair, read_pair
 from tests.support.factories import write_drafter, write_target
@@ -272,8 +274,8 @@ def test_a_call_that_pytorch_refuses_is_an_error_of_ours(pair: Pair) -> None:
             {
                 binding.name: torch.ones([3] * len(binding.shape), dtype=getattr(torch, binding.element_type))
                 for binding in (
-                    *bindings.select_inputs(pair.drafter_dims()),
-                    *bindings.select_outputs(pair.drafter_dims()),
+                    *select_inputs(pair.drafter_dims()),
+                    *select_outputs(pair.drafter_dims()),
                 )
             }
         )

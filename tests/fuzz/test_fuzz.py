@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dspark_trt.building.manifest import StageManifest
 from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.calibration.file import CalibrationFile
-from dspark_trt.packaging.pbtxt import Tensor
+from dspark_trt.packaging.pbtxt import TritonTensor
 from dspark_trt.packaging.signature import ENGINE_FIELDS, ENGINE_ONLY_INPUTS, PREPROCESSING_FIELDS
 from dspark_trt.server.openai.requests import ChatRequest, CompletionRequest
 from tests.support.hostile_readers import Readers
@@ -92,7 +92,7 @@ NUMBER_RANGES = {"BOOL": (0, 1), "INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2
 
 
 @st.composite
-def tensors(draw: st.DrawFn, fields: Iterable[Tensor]) -> bytes:
+def tensors(draw: st.DrawFn, fields: Iterable[TritonTensor]) -> bytes:
     """Of the types that Triton has checked; shapes and values are a stranger's."""
     chosen = {}
     for tensor in draw(st.lists(st.sampled_from([*fields]), min_size=1, max_size=4, unique=True)):

@@ -11,6 +11,7 @@ import torch
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.forms import select_form
+from dspark_trt.contract.select_bindings import select_outputs
 from dspark_trt.engines.device.graphs import CudaGraphCapture
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.reference.on_device import DevicePrecision, ReferenceSessions, open_reference_sessions
@@ -126,7 +127,7 @@ def test_selection_on_the_gpu_equals_its_definition(pair: Pair) -> None:
         extents = {"R": 7, "T": len(inputs["token_index"]), "B": len(inputs["row_requests"])}
         outputs = {
             binding.name: torch.full([extents.get(str(size), size) for size in binding.shape], -1)
-            for binding in bindings.select_outputs(on_cpu.drafter_dims)
+            for binding in select_outputs(on_cpu.drafter_dims)
         }
         moved = copied(inputs | outputs, device=DEVICE)
         on_cpu.sessions.select.run(inputs | outputs)

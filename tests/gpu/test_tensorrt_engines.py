@@ -16,6 +16,7 @@ import torch
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.forms import select_form
+from dspark_trt.contract.select_bindings import select_outputs
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.engines.device.graphs import CudaGraphCapture
 from dspark_trt.engines.settings import EngineSettings
@@ -143,7 +144,7 @@ def test_the_selection_equals_its_definition(compiled: Compiled) -> None:
         inputs = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
         outputs = {
             binding.name: torch.full([extents.get(str(size), size) for size in binding.shape], -1)
-            for binding in bindings.select_outputs(dims)
+            for binding in select_outputs(dims)
         }
         moved = copied(inputs | outputs, device=DEVICE)
         on_cpu.sessions.select.run(inputs | outputs)

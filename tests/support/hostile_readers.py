@@ -154,8 +154,8 @@ class Readers:
             decode=lambda ids: self._codec.decode(ids) or letters([0]),
             make_sampling=lambda **given: SamplingParams(**{name: v for name, v in given.items() if v is not None}),
         )
-        validate(request.generation, vocab_size=320, max_seq_len=64)
-        assert math.isfinite(request.generation.sampling.temperature)
+        validate(request.generation_request, vocab_size=320, max_seq_len=64)
+        assert math.isfinite(request.generation_request.sampling.temperature)
 
     def read_prompt(self, data: bytes) -> None:
         """`data`: as for an engine's request; the tensors are those of preprocessing."""

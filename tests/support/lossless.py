@@ -35,7 +35,7 @@ from tests.support.toy_step_engine import ToyStepEngine
 FALSE_FAILURE = 1e-4
 LANGUAGE = ToyLanguage(vocab_size=4, order=2, num_patterns=31, scale=1.2, seed=3)
 PROMPT = (1, 2)
-NUM_SAMPLES = 1500
+NUM_SAMPLES = 1000
 
 
 def smallest_pvalue(outputs: list[tuple[int, ...]], exact: dict[tuple[int, ...], float]) -> float:

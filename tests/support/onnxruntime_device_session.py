@@ -16,6 +16,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.bindings import Binding
 from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims_from_metadata, target_dims_from_metadata
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.select_bindings import select_inputs, select_outputs
 from dspark_trt.engines.device.engines import DeviceEngines, DeviceSessions, open_device_engines
 from dspark_trt.engines.device.session import Tensors
 from dspark_trt.errors import EngineBuildError
@@ -112,7 +113,7 @@ def open_device_pair(
     verify.inputs, verify.outputs = bindings.target_inputs(of_target), bindings.target_outputs(of_target)
     ingest.inputs, ingest.outputs = bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)
     draft.inputs, draft.outputs = bindings.draft_inputs(of_drafter), bindings.draft_outputs(of_drafter)
-    select.inputs, select.outputs = bindings.select_inputs(of_drafter), bindings.select_outputs(of_drafter)
+    select.inputs, select.outputs = select_inputs(of_drafter), select_outputs(of_drafter)
     engines = open_device_engines(DeviceSessions(*sessions), of_target, of_drafter, "cpu")
     return DevicePair(engines, *sessions, target_dims=of_target, drafter_dims=of_drafter)
 

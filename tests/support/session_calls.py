@@ -59,7 +59,7 @@ def cache_tensors(
     tensors = {}
     for layer in range(cache.num_layers):
         for name in (bindings.key_cache(group, layer), bindings.value_cache(group, layer)):
-            memory = torch.randn(len(rows), *cache.row_shape, generator=random)
+            memory = torch.randn(len(rows), *cache.row_shape_of(layer), generator=random)
             for row, past in enumerate(rows):
                 memory[row, :, past:] = poison.cache_value
             tensors[name] = tensors[bindings.cache_output(name)] = memory.to(element_type)

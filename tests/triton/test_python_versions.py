@@ -7,7 +7,6 @@ first answer, where the engine's model held no reference of its own.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,24 +14,13 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from find_pythons import interpreters
 
 from tests.support.factories import write_drafter, write_target
 
 ROOT = Path(__file__).parents[2]
-PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
 
 pytestmark = pytest.mark.triton
-
-
-def interpreters(version: str) -> list[str]:
-    """Those of this version on PATH and of pyenv that start."""
-    candidates = [shutil.which(f"python{version}"), *map(str, sorted(PYENV.glob(f"{version}.*/bin/python")))]
-    works = [
-        path
-        for path in dict.fromkeys(candidates)
-        if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0
-    ]
-    return list({os.path.realpath(path): path for path in works}.values())
 
 
 @pytest.mark.parametrize("python", interpreters("3.12"))

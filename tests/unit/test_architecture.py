@@ -52,6 +52,20 @@ def test_every_room_has_one_line_and_every_line_has_a_room() -> None:
     assert {f"plugins/{name}" for name in packages("plugins")} <= beside
 
 
+def test_tests_mirror_the_rooms() -> None:
+    """Below each kind of tests stand folders of rooms only, and each folder of the package has its unit tests."""
+    beside = {"plugins", "perf", "recipe"}  # `recipe` is that of the demonstration drafter
+    rooms = {room.strip("/") for room in listed(INSIDE)}
+    for kind in ("unit", "property"):
+        found = {
+            path.parent.relative_to(REPOSITORY / "tests" / kind)
+            for path in (REPOSITORY / "tests" / kind).rglob("test_*.py")
+        }
+        assert {str(folder) for folder in found} - {"."} - beside <= rooms
+    tested = {path.name for path in (REPOSITORY / "tests" / "unit").iterdir() if path.is_dir()}
+    assert {room.rstrip("/") for room in packages("dspark_trt") if room.count("/") == 1} <= tested
+
+
 def test_lines_stand_in_the_order_of_the_import_contract() -> None:
     places = {name.strip("()"): place for place, layer in enumerate(layers()) for name in layer}
     found = [places[room.split("/")[0]] for room in listed(INSIDE)]

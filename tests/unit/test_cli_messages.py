@@ -5,43 +5,15 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.factories import write_drafter, write_target
+from tests.unit.conftest import LIMITS
 from tests.unit.test_cli import run
-
-LIMITS = ["--max-requests", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("pair")
-    target = write_target(folder / "target", vocab_size=320, head_dim=16, tokenizer=True)
-    drafter = write_drafter(folder / "drafter", target)
-    return ["--target", str(target), "--drafter", str(drafter)]
-
-
-@pytest.fixture(scope="module")
-def built(pair: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("built") / "out"
-    result = run("build", *pair, *LIMITS, "--output", str(output), "--json")
-    assert result.returncode == 0, result.stderr
-    described = json.loads(result.stdout)
-    assert described["stages"][0]["stage"] == "checkpoints"
-    assert (described["backend"], described["precision"]) == ("onnxruntime", "fp32")
-    return output
-
-
-@pytest.fixture
-def copied(built: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(built, tmp_path / "copy", symlinks=True))
 
 
 def test_version_alone_is_an_answer() -> None:
@@ -124,6 +96,20 @@ def test_dry_run_prints_the_plan_and_writes_nothing(pair: list[str], tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
+def test_plan_reads_as_the_transcript_of_the_documentation_does(pair: list[str], tmp_path: Path) -> None:
+    """Numbers, units and machines differ; words do not."""
+    page = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text()
+    recorded = page.partition("--dry-run\n")[2].partition("\n\n")[0]
+    printed = run("build", *pair, *LIMITS, "--output", str(tmp_path / "out"), "--dry-run").stdout
+
+    def words(text: str, line: str) -> list[str]:
+        (found,) = (each.split() for each in text.splitlines() if each.split()[:1] == [line])
+        return [word for word in (each.strip(",:") for each in found) if word.isalpha() and word.islower()]
+
+    for line in ("limits", "scheduler", "memory", "disk"):
+        assert words(recorded, line) == words(printed, line), line
+
+
 def test_drafter_typo_costs_no_look_at_the_target(pair: list[str], tmp_path: Path) -> None:
     command = ["build", "--target", "no-such-owner/no-such-model", "--drafter", "./no/such/drafter", "--output"]
     result = run(*command, str(tmp_path / "out"))
@@ -165,95 +151,42 @@ def test_build_that_no_disk_holds_is_refused(pair: list[str], tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+signals = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+
+
+def interrupted(patch: str, arguments: list[str], number: signal.Signals) -> tuple[int, str]:
+    """Exit status and standard error of a command that gets the signal where `patch` makes it print "here"."""
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, "
+        "signal.SIG_DFL); import sys, time; wait = lambda *a, **k: (print('here', flush=True), time.sleep(60)); "
+        f"{patch}; sys.argv = ['dspark-trt', *{arguments!r}]; from dspark_trt.cli import main; main()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=30)
+    return process.returncode, said
+
+
+@signals
 def test_signals_end_a_build_with_a_word_and_nothing_half_written(
     number: signal.Signals, pair: list[str], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    code = (
-        "import sys, time, dspark_trt.building.stages as stages; "
-        "stages.write_target_graph = lambda *a, **k: (print('writing', flush=True), time.sleep(60)); "
-        f"sys.argv = ['dspark-trt', 'build', *{[*pair, *LIMITS, '--output', str(output)]!r}]; "
-        "from dspark_trt.cli import main; main()"
-    )
-    started = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); signal.signal(signal.SIGHUP, "
-        "signal.SIG_DFL); "
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", started + code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "writing\n"
-    process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
+    patch = "import dspark_trt.building.stages as stages; stages.write_target_graph = wait"
+    status, said = interrupted(patch, ["build", *pair, *LIMITS, "--output", str(output)], number)
+    assert status == 128 + number
     assert said.rstrip().endswith("interrupted")
     assert [path.name for path in output.iterdir() if path.name.endswith(".partial")] == []
     assert (output / "checkpoints").is_dir()
 
 
-@pytest.mark.parametrize("command", ["serve", "inspect"])
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("emptied outputs", "manifest.json was edited"),
-        ("edited recipe", "manifest.json was edited"),
-        ("no graph", "is missing"),
-        ("no repository", "is missing"),
-        ("strings", "step_table.json: step_ms"),
-        ("nan", "step_ms: expected milliseconds >= 0, found nan"),
-        ("negative", "step_ms: expected milliseconds >= 0, found -1.0"),
-        ("no values", "step_ms: expected"),
-    ],
-)
-def test_damaged_builds_are_refused_with_code_4_before_anything_starts(
-    command: str, damage: str, message: str, copied: Path
-) -> None:
-    spoil(copied, damage)
-    started = time.monotonic()
-    result = run(command, str(copied))
-    assert result.returncode == 4, result.stderr
-    assert message in result.stderr
-    assert result.stderr.count("\n") == 1
-    assert time.monotonic() - started < 30
-
-
-def spoil(build: Path, damage: str) -> None:
-    def edit(path: Path, **changes: object) -> None:
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    match damage:
-        case "emptied outputs":
-            edit(build / "graphs" / "manifest.json", outputs={})
-        case "edited recipe":
-            path = build / "manifest.json"
-            data = json.loads(path.read_text())
-            edit(path, recipe=data["recipe"] | {"max_requests": 64})
-        case "no graph":
-            next((build / "graphs").glob("*.onnx")).unlink()
-        case "no repository":
-            (build / "triton_model_repo" / "ensemble" / "config.pbtxt").unlink()
-        case _:
-            spoil_step_table(build, damage)
-
-
-def filled(values: object, value: object) -> object:
-    return [filled(each, value) for each in values] if isinstance(values, list) else value
-
-
-def spoil_step_table(build: Path, damage: str) -> None:
-    """As someone would who edits the table and mends the manifests that tell."""
-    from dspark_trt.building.manifest import FileRecord, read_manifest, write_manifest
-
-    path = build / "steptable" / "step_table.json"
-    data = json.loads(path.read_text())
-    values = {"strings": "fast", "nan": float("nan"), "negative": -1.0}
-    data["step_ms"] = [] if damage == "no values" else filled(data["step_ms"], values[damage])
-    path.write_text(json.dumps(data))
-    manifest = read_manifest(path.parent)
-    outputs = manifest.outputs | {path.name: FileRecord.of(path)}
-    write_manifest(path.parent, manifest.model_copy(update={"outputs": outputs}))
+@signals
+def test_signals_end_a_generation_with_a_word(number: signal.Signals, built: Path) -> None:
+    patch = "from dspark_trt.runtime.loop import DecodingLoop; DecodingLoop.step = wait"
+    status, said = interrupted(patch, ["generate", str(built), "--prompt", "a"], number)
+    assert (status, said.rstrip().rpartition("\n")[2]) == (128 + number, "interrupted")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ LOADER = "TensorRT is reached through the plugins' loader, by its engines only"
 BARE = "Nothing imports TensorRT by a bare import, or Triton's utilities outside its model files"
 PERF = "Measurements stand on the package, and nothing stands on them or on tests"
 TESTS = "Measurements import no tests"
+FRONT_END = "Only the front end's own process loads an HTTP server and gRPC"
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +85,7 @@ def test_contracts_are_kept(copied: Path) -> None:
         ("dspark_trt/engines/tensorrt/session.py", "import tensorrt", BARE, "session -> tensorrt"),
         ("plugins/trt_plugin.py", "import tensorrt_rtx", BARE, "trt_plugin -> tensorrt_rtx"),
         ("dspark_trt/serving/worker.py", "import triton_python_backend_utils", BARE, "serving.worker -> "),
+        ("dspark_trt/server/supervisor.py", "import fastapi", FRONT_END, "supervisor -> fastapi"),
         ("dspark_trt/steptable/profile.py", "import perf.overhead", PERF, "profile -> perf"),
         ("dspark_trt/steptable/profile.py", "import tests.support", PERF, "profile -> tests"),
         ("perf/overhead.py", "from tests.support.factories import write_target", TESTS, "overhead -> tests"),

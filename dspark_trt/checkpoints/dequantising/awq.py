@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from dspark_trt.checkpoints.checks import FLOAT_DTYPES
 from dspark_trt.checkpoints.dequantising.packing import Float32, derived, floats, mismatch, shape_of, unpacked
 from dspark_trt.checkpoints.derived import Derived
-from dspark_trt.checkpoints.layout import FLOAT_DTYPES
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore
 from dspark_trt.errors import CheckpointError, abridged
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dspark_trt.checkpoints.checks import FLOAT_DTYPES
 from dspark_trt.checkpoints.dequantising.packing import (
     FP8,
     WORD_BITS,
@@ -31,7 +32,6 @@ from dspark_trt.checkpoints.dequantising.packing import (
     unpacked,
 )
 from dspark_trt.checkpoints.derived import Derived
-from dspark_trt.checkpoints.layout import FLOAT_DTYPES
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore
 from dspark_trt.errors import CheckpointError, abridged
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from dspark_trt.checkpoints.checks import FLOAT_DTYPES
 from dspark_trt.checkpoints.dequantising.packing import (
     FP8,
     Float32,
@@ -22,7 +23,6 @@ from dspark_trt.checkpoints.dequantising.packing import (
     spread,
 )
 from dspark_trt.checkpoints.derived import Derived
-from dspark_trt.checkpoints.layout import FLOAT_DTYPES
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore
 from dspark_trt.errors import CheckpointError, abridged
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from dspark_trt.checkpoints.checks import FLOAT_DTYPES
 from dspark_trt.checkpoints.dequantising.packing import (
     WORD_BITS,
     Float32,
@@ -26,7 +27,6 @@ from dspark_trt.checkpoints.dequantising.packing import (
     unpacked,
 )
 from dspark_trt.checkpoints.derived import Derived
-from dspark_trt.checkpoints.layout import FLOAT_DTYPES
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore
 from dspark_trt.errors import CheckpointError, abridged
 

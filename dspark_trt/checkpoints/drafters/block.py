@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dspark_trt.checkpoints.checks import check_tensors
 from dspark_trt.checkpoints.drafters.description import Description, DrafterConfig
 from dspark_trt.checkpoints.drafters.draft_ids import check_head, take_draft_ids
 from dspark_trt.checkpoints.drafters.shared import refuse_ambiguous_head, without_shared
-from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, drafter_shapes
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import (

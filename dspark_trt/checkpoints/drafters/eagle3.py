@@ -23,6 +23,7 @@ from typing import Any
 
 from pydantic import Field, PositiveInt
 
+from dspark_trt.checkpoints.checks import check_tensors
 from dspark_trt.checkpoints.config import (
     DecoderConfig,
     architectures_of,
@@ -33,7 +34,7 @@ from dspark_trt.checkpoints.config import (
 from dspark_trt.checkpoints.drafters.description import flattened, without
 from dspark_trt.checkpoints.drafters.draft_ids import check_head, take_draft_ids
 from dspark_trt.checkpoints.drafters.shared import refuse_ambiguous_head, without_shared
-from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, drafter_shapes
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import open_safetensors
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, Eagle3Spec, Family, TargetCheckpoint, TargetSpec

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from dspark_trt.checkpoints.checks import check_tensors
 from dspark_trt.checkpoints.config import architectures_of
 from dspark_trt.checkpoints.drafters.eagle3 import DEFAULT_NUM_DRAFTS
-from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, check_tensors, drafter_shapes
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, drafter_shapes
 from dspark_trt.checkpoints.safetensors_store import open_safetensors
 from dspark_trt.checkpoints.spec import (
     DrafterCheckpoint,

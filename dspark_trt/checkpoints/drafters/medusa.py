@@ -23,9 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
+from dspark_trt.checkpoints.checks import check_tensors
 from dspark_trt.checkpoints.config import architectures_of, parse, refuse_unsupported
 from dspark_trt.checkpoints.drafters.shared import without_shared
-from dspark_trt.checkpoints.layout import HEAD, check_tensors, drafter_shapes
+from dspark_trt.checkpoints.layout import HEAD, drafter_shapes
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, MedusaSpec, TargetCheckpoint, TargetSpec, WeightStore

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, is_equal
+from dspark_trt.checkpoints.checks import is_equal
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore
 from dspark_trt.checkpoints.spec import TargetCheckpoint
 from dspark_trt.errors import CheckpointError

@@ -13,6 +13,7 @@ import torch
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims
 from dspark_trt.contract.protocol import SelectBatch
+from dspark_trt.contract.select_bindings import select_inputs, select_outputs
 from dspark_trt.engines.device.buffers import Arrays, Layout
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
 from dspark_trt.engines.device.session import DeviceSession, Tensors
@@ -27,7 +28,7 @@ _UNREAD = ("num_tokens", "first_tokens", "token_requests")  # outputs that verif
 
 def select_layout(dims: DrafterDims, num_requests: int, num_rows: int, begin: int) -> Layout:
     """Where the inputs of the selection that the host sends stand."""
-    inputs = [binding for binding in bindings.select_inputs(dims) if binding.name not in _ON_DEVICE]
+    inputs = [binding for binding in select_inputs(dims) if binding.name not in _ON_DEVICE]
     return Layout(inputs, {"R": num_requests, "B": num_rows}, begin=begin)
 
 
@@ -94,7 +95,7 @@ class SelectCalls:
                 _TOKEN_INDEX: self._every_token[: extents["T"]],
             }
             outputs = {VERIFY_LEN: fetched[VERIFY_LEN][:num_requests]}
-            for binding in bindings.select_outputs(self._dims):
+            for binding in select_outputs(self._dims):
                 (size, *_) = binding.shape
                 if binding.name in _UNREAD:
                     outputs[binding.name] = self._unread[binding.name][

@@ -35,7 +35,7 @@ class LanguageModelGraphs:
         return {}
 
     def emit_model(self, builder: GraphBuilder, parts: DrafterParts) -> None:
-        """Inputs and outputs are those of `bindings.model_inputs`."""
+        """Inputs and outputs are those of `model_bindings`."""
         spec, dims = self.spec, parts.dims
         layers = DecoderParts(
             builder,

@@ -7,7 +7,6 @@ import re
 import time
 import urllib.request
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,9 +34,8 @@ class Reading:
 class Metrics:
     """Triton's metrics endpoint, read at most twice a second however many ask."""
 
-    def __init__(self, url: str, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, url: str) -> None:
         self._url = url
-        self._now = now
         self._readings: deque[Reading] = deque()
         self._lock = asyncio.Lock()
 
@@ -52,14 +50,14 @@ class Metrics:
 
     async def _read(self) -> Reading:
         async with self._lock:
-            if not self._readings or self._now() - self._readings[-1].taken_at >= _MIN_AGE_S:
+            if not self._readings or time.monotonic() - self._readings[-1].taken_at >= _MIN_AGE_S:
                 try:
                     text = await asyncio.to_thread(_fetch, self._url)
                 except OSError:
                     raise ApiError(
                         503, "the metrics cannot be read at the moment", kind="server_error", code="unavailable"
                     ) from None
-                self._readings.append(Reading(self._now(), text, parse(text)))
+                self._readings.append(Reading(time.monotonic(), text, parse(text)))
                 while self._readings[-1].taken_at - self._readings[0].taken_at > WINDOW_S:
                     self._readings.popleft()
             return self._readings[-1]

@@ -74,7 +74,7 @@ def test_verify_hashes_what_size_and_time_do_not_show(recipe: BuildRecipe, copie
 
 
 def test_changed_limits_keep_the_checkpoints_and_rebuild_what_follows(recipe: BuildRecipe, copied: Path) -> None:
-    results = build(recipe.model_copy(update={"max_seq_len": 128}), copied)
+    results = build(recipe.model_copy(update={"max_seq_len": 48}), copied)
     assert [result.stage for result in results if not result.was_built] == ["checkpoints"]
 
 
@@ -146,7 +146,7 @@ def test_moved_directory_still_loads(finished: Path, copied: Path) -> None:
 
 
 def test_stage_of_another_build_is_refused(recipe: BuildRecipe, copied: Path, tmp_path: Path) -> None:
-    build(recipe.model_copy(update={"max_seq_len": 128}), tmp_path / "other")
+    build(recipe.model_copy(update={"max_seq_len": 48}), tmp_path / "other")
     shutil.rmtree(copied / "graphs")
     shutil.copytree(tmp_path / "other" / "graphs", copied / "graphs")
     with pytest.raises(ManifestError, match="another build"):
@@ -191,8 +191,11 @@ def test_failed_first_build_of_a_missing_target_says_what_to_do(recipe: BuildRec
 
 
 def test_default_length_follows_a_target_of_short_context(recipe: BuildRecipe, tmp_path: Path) -> None:
-    build(recipe.model_copy(update={"max_seq_len": None}), tmp_path / "out")
-    assert inspect_build(tmp_path / "out")["recipe"]["max_seq_len"] == 512
+    target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True, max_positions=48)
+    drafter = write_drafter(tmp_path / "drafter", target)
+    pair = {"target": str(target), "drafter": str(drafter), "max_seq_len": None}
+    build(recipe.model_copy(update=pair), tmp_path / "out")
+    assert inspect_build(tmp_path / "out")["recipe"]["max_seq_len"] == 48
 
 
 def test_drafts_of_a_restricted_head_come_from_the_largest_logits_and_from_an_engine_of_its_own(

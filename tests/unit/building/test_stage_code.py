@@ -63,6 +63,16 @@ TIMED_ON_A_GPU = [
     "dspark_trt/engines/tensorrt/runtime.py",
     "dspark_trt/engines/row_groups.py",
 ]
+READ = [
+    "dspark_trt/checkpoints/spec/drafters.py",
+    "dspark_trt/checkpoints/drafters/eagle3.py",
+    "dspark_trt/checkpoints/dequantising/gptq.py",
+]
+WRITTEN = [
+    "dspark_trt/building/drafter_choice.py",
+    "dspark_trt/graphs/drafters/medusa.py",
+    "dspark_trt/contract/model_bindings.py",
+]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +82,10 @@ TIMED_ON_A_GPU = [
         ("tensorrt_rtx", "dspark_trt/engines/tensorrt/compiler/network.py", ALL_FROM_ENGINES),
         ("tensorrt_rtx", "dspark_trt/engines/tensorrt/compiler/facts.py", ALL_FROM_ENGINES),
         ("tensorrt_rtx", "plugins/markov_head/kernel.py", ALL_FROM_GRAPHS),
+        ("tensorrt_rtx", "plugins/operation.py", ALL_FROM_GRAPHS),
+        ("tensorrt_rtx", "plugins/acceptance/kernel.py", ALL_FROM_ENGINES),
+        ("tensorrt_rtx", "dspark_trt/engines/device/acceptance.py", {"steptable"}),
+        ("tensorrt_rtx", "dspark_trt/runtime/fused_acceptance.py", {"steptable"}),
         ("tensorrt_rtx", "dspark_trt/contract/bindings.py", ALL_FROM_GRAPHS),
         ("tensorrt_rtx", "dspark_trt/graphs/target.py", ALL_FROM_GRAPHS),
         ("tensorrt_rtx", "dspark_trt/engines/onnxruntime/session.py", set()),
@@ -85,7 +99,12 @@ TIMED_ON_A_GPU = [
         ("onnxruntime", "dspark_trt/engines/tensorrt/compiler/network.py", set()),
         ("onnxruntime", "plugins/row_attention/function_body.py", ALL_FROM_GRAPHS),
         ("onnxruntime", "dspark_trt/checkpoints/gguf_store.py", {"checkpoints", *ALL_FROM_GRAPHS}),
-        ("onnxruntime", "dspark_trt/building/drafter_choice.py", ALL_FROM_GRAPHS),
+        *(("onnxruntime", source, {"checkpoints", *ALL_FROM_GRAPHS}) for source in READ),
+        *(("onnxruntime", source, ALL_FROM_GRAPHS) for source in WRITTEN),
+        ("onnxruntime", "plugins/acceptance/kernel.py", set()),
+        ("onnxruntime", "dspark_trt/engines/onnxruntime/language_model.py", {"steptable"}),
+        ("onnxruntime", "dspark_trt/runtime/prefix_cache.py", {"steptable"}),
+        ("onnxruntime", "dspark_trt/calibration/fit.py", set()),
         ("onnxruntime", "dspark_trt/runtime/acceptance.py", {"steptable"}),
         ("onnxruntime", "dspark_trt/commands/doctor.py", set()),
     ],

@@ -56,5 +56,5 @@ def test_every_row_of_standard_attention_begins_at_a_whole_address(
         target_dims(target, num_taps=2, limits=limits, attention="standard", element_type="bfloat16"),
         drafter_dims(drafter, limits=limits, attention="standard", element_type="bfloat16"),
     ):
-        assert math.prod(dims.cache.row_shape) * ELEMENT_BYTES % ALIGNMENT_BYTES == 0
+        assert math.prod(dims.cache.row_shape_of(0)) * ELEMENT_BYTES % ALIGNMENT_BYTES == 0
         assert max_seq_len + 17 <= dims.cache.capacity < max_seq_len + 17 + 64

@@ -16,6 +16,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims_from_metadata
 from dspark_trt.contract.forms import select_form
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.select_bindings import select_inputs, select_outputs
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.builder import ONNX_TYPES
 from dspark_trt.graphs.drafter import write_drafter_graphs
@@ -48,7 +49,7 @@ def test_the_graph_has_the_bindings_of_the_device_runtime(graph: Path) -> None:
     onnx.checker.check_model(model)
     dims = drafter_dims_from_metadata({p.key: p.value for p in model.metadata_props}, str(graph))
     assert (dims.gamma, dims.element_type, dims.limits) == (5, "bfloat16", LIMITS)
-    tables = ((model.graph.input, bindings.select_inputs(dims)), (model.graph.output, bindings.select_outputs(dims)))
+    tables = ((model.graph.input, select_inputs(dims)), (model.graph.output, select_outputs(dims)))
     for values, table in tables:
         found = [
             (v.name, v.type.tensor_type.elem_type, [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim])

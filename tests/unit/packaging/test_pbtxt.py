@@ -6,8 +6,9 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 
-from dspark_trt.packaging.pbtxt import Tensor, read_parameter
-from dspark_trt.packaging.signature import ENSEMBLE, POSTPROCESSING, PREPROCESSING, model_configs
+from dspark_trt.packaging.model_configs import model_configs
+from dspark_trt.packaging.pbtxt import TritonTensor, read_parameter
+from dspark_trt.packaging.signature import ENSEMBLE, POSTPROCESSING, PREPROCESSING
 
 NAMES = ("ensemble", "preprocessing", "dspark", "postprocessing")
 
@@ -27,7 +28,7 @@ def test_every_tensor_survives_the_way_through_tritons_protobuf() -> None:
         parsed = parse(config.text())
         for tensors, read in ((config.inputs, parsed.input), (config.outputs, parsed.output)):
             assert [
-                Tensor(
+                TritonTensor(
                     tensor.name,
                     model_config_pb2.DataType.Name(tensor.data_type).removeprefix("TYPE_"),
                     tuple(tensor.dims),

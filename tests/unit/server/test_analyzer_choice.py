@@ -19,8 +19,8 @@ WHEELS = {
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A host whose registry has the three wheels and which lacks no library."""
+def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A host whose registry has the three wheels, whose cache is empty and which lacks no library."""
 
     def download(wheel: Wheel, folder: Path) -> Path:
         path = folder / f"{wheel.package}-{wheel.version}.whl"
@@ -29,6 +29,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
                 archive.writestr(name, content)
         return path
 
+    monkeypatch.setattr(perf_analyzer, "default_cache_folder", lambda: tmp_path)
     monkeypatch.setattr(perf_analyzer, "download_wheel", download)
     monkeypatch.setattr(perf_analyzer, "assemble", lambda folder, fill, digest: assemble(folder, fill, None))
     monkeypatch.setattr(perf_analyzer, "missing_libraries", lambda binary, environment: [])
@@ -44,10 +45,10 @@ def host(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     ],
 )
 def test_binary_is_chosen_by_the_c_library(
-    host: pytest.MonkeyPatch, tmp_path: Path, glibc: str, content: bytes, libraries: list[str], origin: str
+    host: pytest.MonkeyPatch, glibc: str, content: bytes, libraries: list[str], origin: str
 ) -> None:
     host.setattr(perf_analyzer.platform, "libc_ver", lambda: ("glibc", glibc))
-    found = perf_analyzer.find_perf_analyzer(tmp_path)
+    found = perf_analyzer.find_perf_analyzer()
     assert found.executable.read_bytes() == content
     assert found.executable.stat().st_mode & 0o111
     assert [path.name for folder in found.libraries for path in folder.iterdir()] == libraries
@@ -56,14 +57,14 @@ def test_binary_is_chosen_by_the_c_library(
     assert search[: len(found.libraries)] == [str(folder) for folder in found.libraries]
 
 
-def test_missing_library_names_the_packages(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_library_names_the_packages(host: pytest.MonkeyPatch) -> None:
     host.setattr(perf_analyzer.platform, "libc_ver", lambda: ("glibc", "2.38"))
     host.setattr(perf_analyzer, "missing_libraries", lambda binary, environment: ["libssl.so.3"])
     with pytest.raises(EnvironmentMissingError, match=r"needs libssl\.so\.3, which this machine lacks; install"):
-        perf_analyzer.find_perf_analyzer(tmp_path)
+        perf_analyzer.find_perf_analyzer()
 
 
-def test_host_without_glibc_is_told_so(host: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_host_without_glibc_is_told_so(host: pytest.MonkeyPatch) -> None:
     host.setattr(perf_analyzer.platform, "libc_ver", lambda: ("", ""))
     with pytest.raises(EnvironmentMissingError, match="perf_analyzer needs glibc"):
-        perf_analyzer.find_perf_analyzer(tmp_path)
+        perf_analyzer.find_perf_analyzer()

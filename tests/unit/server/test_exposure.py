@@ -19,7 +19,7 @@ OUTSIDE = ServeOptions(address="0.0.0.0")
 
 @pytest.fixture
 def fixed_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposure, "find_server", lambda cache: ServerTree(Path("/opt/tritonserver")))
+    monkeypatch.setattr(exposure, "find_server", lambda: ServerTree(Path("/opt/tritonserver")))
     monkeypatch.setattr(exposure, "server_version", lambda tree: "2.60.0")
 
 

@@ -62,6 +62,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits that it is ignored
 if behaviour == "never ready":
     time.sleep(600)
 if behaviour == "dies later":
@@ -285,13 +286,11 @@ def test_missing_libpython_names_the_package_to_install(tmp_path: Path, monkeypa
         server_tree._check_libraries(tree, "3.11")
 
 
-def test_python_without_numpy_1_is_told_before_anything_is_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_python_without_numpy_1_is_told_before_anything_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_tree.sys, "version_info", (3, 13, 0))
     monkeypatch.setattr(server_tree.shutil, "which", lambda name: None)
     with pytest.raises(EnvironmentMissingError, match=r"needs numpy 1: expected Python 3\.12 or older, found 3\.13"):
-        server_tree.find_server(tmp_path)
+        server_tree.find_server()
 
 
 FAILING_SCRIPT = """\

@@ -41,9 +41,9 @@ def read(**tensors: Any) -> EngineRequest:
 
 def test_required_fields_alone_give_the_checkpoints_defaults() -> None:
     request = read()
-    assert request.generation.prompt_ids == (3, 4, 5)
-    assert request.generation.sampling == SamplingParams(max_tokens=9, temperature=0.5)
-    assert (request.handle, request.client_id, request.generation.request_id) == (17, "mine", "17")
+    assert request.generation_request.prompt_ids == (3, 4, 5)
+    assert request.generation_request.sampling == SamplingParams(max_tokens=9, temperature=0.5)
+    assert (request.handle, request.client_id, request.generation_request.request_id) == (17, "mine", "17")
     assert not request.is_streaming
     assert not request.echoes_prompt
 
@@ -73,7 +73,7 @@ def test_required_fields_alone_give_the_checkpoints_defaults() -> None:
     ],
 )
 def test_field_reaches_the_sampling_parameters(field: str, value: Any, expected: dict[str, Any]) -> None:
-    assert read(**{field: value}).generation.sampling == SamplingParams(
+    assert read(**{field: value}).generation_request.sampling == SamplingParams(
         **{"max_tokens": 9, "temperature": 0.5, **expected}
     )
 
@@ -120,7 +120,7 @@ def test_request_without_max_tokens_is_refused_by_name() -> None:
 
 
 def test_min_tokens_and_its_other_name_must_agree() -> None:
-    assert read(min_tokens=3, min_length=3).generation.sampling.min_tokens == 3
+    assert read(min_tokens=3, min_length=3).generation_request.sampling.min_tokens == 3
     with pytest.raises(RequestError, match="min_length: expected the same"):
         read(min_tokens=3, min_length=4)
 
@@ -151,7 +151,7 @@ def test_other_names_of_tensorrt_llm_are_read_and_named_in_refusals(
             make_sampling=lambda **given: SamplingParams(
                 **{name: value for name, value in given.items() if value is not None}
             ),
-        ).generation.sampling
+        ).generation_request.sampling
 
     assert {name: getattr(sampling(array), name) for name in expected} == expected
     with pytest.raises(RequestError, match=f"^{alias}: expected "):
@@ -195,9 +195,9 @@ def test_stop_request_names_a_request_by_handle_or_by_client_id() -> None:
 
 
 def test_alternatives_are_asked_for_by_number_and_within_the_runtimes_limit() -> None:
-    assert read().generation.sampling.num_log_probs is None
-    assert read(return_log_probs=True).generation.sampling.num_log_probs == 0
-    assert read(num_top_log_probs=3).generation.sampling.num_log_probs == 3
+    assert read().generation_request.sampling.num_log_probs is None
+    assert read(return_log_probs=True).generation_request.sampling.num_log_probs == 0
+    assert read(num_top_log_probs=3).generation_request.sampling.num_log_probs == 3
     refused = with_client_names(RequestError("num_log_probs: expected an integer in 0..20"))
     assert str(refused) == "num_top_log_probs: expected an integer in 0..20"
 
@@ -275,5 +275,5 @@ def test_responses_have_every_declared_output_in_its_type_and_rank() -> None:
 
 
 def test_a_salt_reaches_the_runtime() -> None:
-    assert read(cache_salt="tenant 7").generation.cache_salt == "tenant 7"
-    assert read().generation.cache_salt == ""
+    assert read(cache_salt="tenant 7").generation_request.cache_salt == "tenant 7"
+    assert read().generation_request.cache_salt == ""

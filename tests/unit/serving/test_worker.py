@@ -159,9 +159,9 @@ def test_concurrent_clients_get_what_the_loop_alone_gives(worker: Worker) -> Non
     requests = [request(handle, 5 + handle, is_streaming=handle % 2 == 0) for handle in range(1, 13)]
     clients = [submit(worker, engine_request) for engine_request in requests]
     loop = make_loop(ToyTarget(LANGUAGE, LIMITS), ToyDrafter(LANGUAGE, LIMITS), SchedulerConfig("fixed"))
-    expected = run(loop, [engine_request.generation for engine_request in requests])
+    expected = run(loop, [engine_request.generation_request for engine_request in requests])
     for engine_request, client in zip(requests, clients, strict=True):
-        assert client.read_all() == expected[engine_request.generation.request_id].token_ids
+        assert client.read_all() == expected[engine_request.generation_request.request_id].token_ids
 
 
 def test_client_that_does_not_read_does_not_stop_the_loop(worker: Worker, setting: Setting) -> None:

@@ -19,6 +19,7 @@ from dspark_trt_plugins.operation import next_power_of_2
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.contract.protocol import EngineLimits
+from dspark_trt.contract.select_bindings import select_inputs
 from dspark_trt.errors import EngineBuildError
 
 GRAPHS = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
@@ -63,7 +64,7 @@ def graph_inputs(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[
     drafter_inputs = {
         bindings.INGEST_GRAPH: bindings.ingest_inputs,
         bindings.DRAFT_GRAPH: bindings.draft_inputs,
-        bindings.SELECT_GRAPH: bindings.select_inputs,
+        bindings.SELECT_GRAPH: select_inputs,
     }
     return drafter_inputs[graph](drafter)
 
