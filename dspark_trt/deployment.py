@@ -69,6 +69,7 @@ class Deployment:
             step_table=self.step_table,
             calibration=self.calibration,
             lookup=self.lookup,
+            keeps_trajectories=self.drafter_spec.kind == "lookahead",
             eos_token_ids=self.target_spec.eos_token_ids,
             decode=self.codec.decode,
             scheduler=scheduler,

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from dspark_trt.building.recipe import NGRAM, Backend, BuildRecipe
+from dspark_trt.building.recipe import Backend, BuildRecipe
 from dspark_trt.contract.precision import Precision
 from dspark_trt.engines.tensorrt.library import Library, check_library, check_sms
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
@@ -71,7 +71,7 @@ def _best(recipe: BuildRecipe) -> tuple[Backend, str]:
     if recipe.precision in PRECISIONS["onnxruntime"]:
         return "onnxruntime", f"engines of {recipe.precision} are made by onnxruntime only"
     if not recipe.has_drafter_model and recipe.precision is None:
-        return "onnxruntime", f"drafter {NGRAM} runs on onnxruntime only"
+        return "onnxruntime", f"drafter {recipe.drafter} runs on onnxruntime only"
     gpu = look_for_gpu()
     reasons = [str(gpu)]
     for library in _LIBRARIES if isinstance(gpu, Gpu) else ():
@@ -93,8 +93,8 @@ def _best(recipe: BuildRecipe) -> tuple[Backend, str]:
 def _check_combination(recipe: BuildRecipe, backend: Backend) -> None:
     if not recipe.has_drafter_model and backend != "onnxruntime":
         raise RecipeError(
-            f"drafter: {NGRAM} runs on backend onnxruntime only, found {backend}; use --backend onnxruntime, or give a "
-            "drafter's checkpoint"
+            f"drafter: {recipe.drafter} runs on backend onnxruntime only, found {backend}; use --backend onnxruntime, "
+            "or give a drafter's checkpoint"
         )
     known = PRECISIONS[backend]
     if recipe.precision is not None and recipe.precision not in known:

@@ -36,7 +36,7 @@ def checkpoint_settings(context: Context) -> dict[str, Any]:
     if context.recipe.has_drafter_model:
         settings["num_drafts"] = context.recipe.num_drafts
     else:
-        settings["lookup_drafts"] = context.recipe.lookup_drafts
+        settings |= {"drafter": context.recipe.without_model, "lookup_drafts": context.recipe.lookup_drafts}
     return settings
 
 

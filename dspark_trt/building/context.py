@@ -20,6 +20,11 @@ from dspark_trt.machine.gpu import Gpu, NoGpu, look_for_gpu
 DEFAULT_MAX_SEQ_LEN = 4096
 
 
+def without_model(recipe: BuildRecipe) -> NgramSpec:
+    """What drafts where no model does."""
+    return NgramSpec(recipe.lookup_drafts, recipe.without_model or "ngram")
+
+
 class Context:
     """What the stages share: the recipe and, read only where a stage has to be made, the two checkpoints."""
 
@@ -77,7 +82,8 @@ class Context:
 
     @property
     def draft_source(self) -> DraftSource:
-        return NgramSpec(self.recipe.lookup_drafts) if self.drafter is None else self.drafter.spec
+        """Of the checkpoint, or what drafts without one."""
+        return without_model(self.recipe) if self.drafter is None else self.drafter.spec
 
     @cached_property
     def limits(self) -> EngineLimits:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dspark_trt.building.recipe import NGRAM, BuildRecipe
+from dspark_trt.building.recipe import BuildRecipe
 from dspark_trt.calibration.given import read_given
 from dspark_trt.checkpoints.spec import DrafterSpec, DraftSource, NgramSpec, a_drafter
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
 
 _OF_A_MODEL = ("drafter_revision", "num_drafts", "draft_vocab", "drafter_precision", "markov_top_n", "lookup")
-_ON_DEVICES = ("block",)  # families that engines of devices draft with
 _OF_LOOKUPS_ALONE = ("lookup_drafts",)
 
 
@@ -27,10 +26,10 @@ def check_recipe(recipe: BuildRecipe) -> None:
 def _check_drafter_options(recipe: BuildRecipe) -> None:
     """Raises RecipeError for an option that means nothing to what drafts."""
     names: tuple[str, ...] = _OF_LOOKUPS_ALONE
-    why = "is for drafter ngram: beside a model, as many drafts are copied as its blocks have"
+    why = "is for drafter ngram or lookahead: beside a model, as many drafts are copied as its blocks have"
     if not recipe.has_drafter_model:
         names = _OF_A_MODEL
-        why = f"means nothing to drafter {NGRAM}, which has no model and copies every draft"
+        why = f"means nothing to drafter {recipe.without_model}, which has no model and looks every draft up"
     for name in names:
         value = getattr(recipe, name)
         if value != BuildRecipe.model_fields[name].default:
@@ -44,11 +43,6 @@ def check_family(recipe: BuildRecipe, drafter: DrafterSpec) -> None:
         raise RecipeError(
             f"num_drafts: {recipe.num_drafts} means nothing to {name}, whose block has {drafter.gamma} drafts as it "
             "was trained; leave --num-drafts out"
-        )
-    if recipe.backend != "onnxruntime" and drafter.kind not in _ON_DEVICES:
-        raise RecipeError(
-            f"backend: {name} is not compiled by {recipe.backend} yet; give --backend onnxruntime, or use a DSpark "
-            "or DFlash drafter"
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dspark_trt.building.backends import choose_backend
-from dspark_trt.building.context import DEFAULT_MAX_SEQ_LEN
+from dspark_trt.building.context import DEFAULT_MAX_SEQ_LEN, without_model
 from dspark_trt.building.limits import check_calibration, check_family, check_recipe, check_scheduler
 from dspark_trt.building.manifest import STAGE_NAMES
 from dspark_trt.building.recipe import BuildRecipe
@@ -17,7 +17,16 @@ from dspark_trt.checkpoints.drafter import read_drafter_spec
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
 from dspark_trt.checkpoints.locate import locate_here
 from dspark_trt.checkpoints.pairing import check_specs
-from dspark_trt.checkpoints.spec import FAMILY_NAMES, DecoderSpec, DraftSource, LanguageModelSpec, NgramSpec, TargetSpec
+from dspark_trt.checkpoints.spec import (
+    FAMILY_NAMES,
+    SOURCES_OF_COPIES,
+    DecoderSpec,
+    DraftSource,
+    Eagle3Spec,
+    LanguageModelSpec,
+    NgramSpec,
+    TargetSpec,
+)
 from dspark_trt.checkpoints.target import read_target_spec
 from dspark_trt.checkpoints.vocabularies import check_vocabularies
 from dspark_trt.contract.precision import Precision
@@ -34,6 +43,7 @@ WEIGHT_BYTES: dict[Precision, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "
 _COPY_BYTES_PER_S = 150e6  # read, hash, convert, write and hash again
 _READ_BYTES_PER_S = 8e9  # weights in a step
 _TIMED_STEPS = 600
+_CHOICE_BYTES = 5  # of a target's weight, on the disk while an int8 form is chosen: float32, and all of it in bytes
 _COMPILE_S_PER_BYTE = 36 / 419e6
 
 
@@ -97,7 +107,7 @@ def make_plan(recipe: BuildRecipe, output: Path) -> BuildPlan:
     check_recipe(recipe)
     choice = choose_backend(recipe)
     recipe = choice.recipe
-    drafter: DraftSource = NgramSpec(recipe.lookup_drafts)
+    drafter: DraftSource = without_model(recipe)
     locate_here(recipe.target, recipe.target_revision)
     if recipe.has_drafter_model:
         # a path that does not exist is said before the hub is asked for the other one
@@ -139,6 +149,8 @@ def _sized(
     # engines hold the weights again, and a tied or shared head once more
     head = target.decoder.vocab_size * target.decoder.hidden_size * WEIGHT_BYTES[recipe.precision]
     disk_bytes = int((2 * weight_bytes + 2 * head) if is_on_device else weight_bytes + head)
+    if recipe.precision == "int8":
+        disk_bytes += sum(map(math.prod, target_shapes(target).values())) * _CHOICE_BYTES
     seconds = 10 + 3 * weight_bytes / _COPY_BYTES_PER_S + _TIMED_STEPS * weight_bytes / _READ_BYTES_PER_S
     return BuildPlan(
         recipe=recipe,
@@ -191,10 +203,12 @@ def _check_disk(plan: BuildPlan) -> None:
 
 def _drafting(drafter: DraftSource) -> str:
     if isinstance(drafter, NgramSpec):
-        return f"no model; up to {drafter.gamma} drafts copied from each request's own text"
+        return f"no model; up to {drafter.gamma} drafts {SOURCES_OF_COPIES[drafter.kind]}"
     family, taps = FAMILY_NAMES[drafter.kind], list(drafter.target_layer_ids)
     if isinstance(drafter, LanguageModelSpec) and drafter.mask_token_id is not None:
         family = f"PARD drafter (mask token {drafter.mask_token_id})"
+    if isinstance(drafter, Eagle3Spec):
+        family = "DART drafter" if drafter.is_masked else "MTP module" if drafter.is_module else family
     read = f"taps {taps}" if taps else "no taps"
     return f"{family}, gamma {drafter.gamma}, {read}, {_decoder(drafter.decoder)}"
 

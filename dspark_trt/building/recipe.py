@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -20,7 +20,7 @@ from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError, abridged, place
 
 Backend = Literal["auto", "onnxruntime", "tensorrt", "tensorrt_rtx"]
-NGRAM = "ngram"  # the drafter that is no model; a folder of that name is given as ./ngram
+WithoutModel = Literal["ngram", "lookahead"]  # drafters that are no model; a folder of that name is given as ./ngram
 
 
 class BuildRecipe(BaseModel):
@@ -32,7 +32,7 @@ class BuildRecipe(BaseModel):
     drafter: str = Field(
         description="Checkpoint (DSpark, DFlash, EAGLE-3, Medusa, PARD, or a smaller model of the target's "
         "vocabulary): Hugging Face folder or hub id, or a GGUF file; ngram: none, drafts are copied from each "
-        "request's own text."
+        "request's own text; lookahead: and from what the target said of drafts that it rejected."
     )
     target_revision: str | None = Field(default=None, description="Commit, tag or branch of the target's hub id.")
     drafter_revision: str | None = Field(default=None, description="Commit, tag or branch of the drafter's hub id.")
@@ -70,7 +70,9 @@ class BuildRecipe(BaseModel):
     prefix_cache: Annotated[bool, Option(flag="--prefix-cache/--no-prefix-cache", default="prefix-cache")] = Field(
         default=True, description="Prompts begin where another request's K/V hold their first tokens."
     )
-    lookup_drafts: int = Field(default=7, ge=2, le=16, description="Drafts copied at most, with drafter ngram.")
+    lookup_drafts: int = Field(
+        default=7, ge=2, le=16, description="Drafts of a step at most, with drafter ngram or lookahead."
+    )
     num_drafts: Annotated[int | None, Option(default="what the drafter's checkpoint says, or 7")] = Field(
         default=None,
         ge=1,
@@ -111,7 +113,12 @@ class BuildRecipe(BaseModel):
     @property
     def has_drafter_model(self) -> bool:
         """Whether a model drafts; without one, drafts are copied from each request's own text."""
-        return self.drafter != NGRAM
+        return self.without_model is None
+
+    @property
+    def without_model(self) -> WithoutModel | None:
+        """What drafts where no model does."""
+        return next((name for name in get_args(WithoutModel) if name == self.drafter), None)
 
     @property
     def uses_cuda_graphs(self) -> bool:

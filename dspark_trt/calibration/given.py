@@ -51,7 +51,7 @@ def read_given(path: Path, gamma: int, *, is_of_lookups: bool = False, said_in: 
     if is_of_lookups and found.lookup is None:
         raise RecipeError(
             f"{where}: expected how often copied drafts are accepted (`lookup`), found none; give the calibration.json "
-            "of a build with drafter ngram, or leave it out"
+            "of a build with the same drafter, or leave it out"
         )
     provenance = {"imported_from": path.name, "kind": found.kind, "provenance": found.provenance}
     return found.model_copy(update={"kind": "imported", "provenance": provenance})

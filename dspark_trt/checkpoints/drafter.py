@@ -18,6 +18,7 @@ from dspark_trt.checkpoints.drafters.language_model import (
     read_language_model,
 )
 from dspark_trt.checkpoints.drafters.medusa import describe_medusa, is_medusa, read_medusa
+from dspark_trt.checkpoints.drafters.mtp import describe_mtp, is_mtp, read_mtp
 from dspark_trt.checkpoints.locate import locate
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, DrafterSpec, TargetCheckpoint, TargetSpec
@@ -43,6 +44,8 @@ def read_drafter(
     if folder.is_file():
         return read_language_model(folder, {}, target, num_drafts)
     values, where = _read_config(folder)
+    if is_mtp(values):
+        return read_mtp(folder, values, target, num_drafts)
     if is_language_model(values):
         return read_language_model(folder, values, target, num_drafts)
     if is_medusa(values):
@@ -64,6 +67,8 @@ def read_drafter_spec(
     if folder.is_file():
         return describe_language_model(folder, {}, target, num_drafts)
     values, where = _read_config(folder)
+    if is_mtp(values):
+        return describe_mtp(folder, values, target, num_drafts)
     if is_language_model(values):
         return describe_language_model(folder, values, target, num_drafts)
     if is_medusa(values):

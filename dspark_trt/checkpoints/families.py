@@ -1,8 +1,8 @@
 """The families of targets in Hugging Face form: what a configuration means where it does not say it.
 
-Every fact is that of the family's configuration and modelling code in transformers, which define the format. Llama's
-`layer_types` are the one exception: transformers ignores them there, and those who train and serve Llama-form models
-with windows read them.
+Every fact is that of the family's configuration and modelling code in transformers, which define the format; MiMo's are
+in the code of its checkpoints, which builds on Qwen2's. Llama's `layer_types` are the one exception: transformers
+ignores them there, and those who train and serve Llama-form models with windows read them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ FAMILIES: Mapping[Family, FamilyFacts] = {
     "llama": FamilyFacts("LlamaForCausalLM", 2048, "named", None),
     "qwen2": FamilyFacts(
         "Qwen2ForCausalLM", 32768, "above", has_window_switch=True, has_qkv_bias=True, has_mlp_bias=False
+    ),
+    "mimo": FamilyFacts(  # Qwen2's layers; the checkpoint's MTP modules are a drafter
+        "MiMoForCausalLM", 32768, "above", has_window_switch=True, has_qkv_bias=True, has_mlp_bias=False
     ),
     "qwen3": FamilyFacts(
         "Qwen3ForCausalLM", 32768, "above", has_window_switch=True, head_dim=128, has_qk_norm=True, has_mlp_bias=False

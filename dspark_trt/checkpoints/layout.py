@@ -20,7 +20,9 @@ from dspark_trt.checkpoints.spec import (
 
 EMBEDDING = "embed_tokens.weight"
 HEAD = "lm_head.weight"
+SINK = "layers.{}.self_attn.attention_sink_bias"  # of a layer of a block drafter
 EXPERTS_UP, EXPERTS_DOWN = "mlp.experts.gate_up.weight", "mlp.experts.down.weight"  # of a layer
+MASK = "layers.0.mask_rep"  # of DART: what the layer reads where there is neither token nor feature
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -64,15 +66,21 @@ def _block_shapes(spec: BlockDrafterSpec) -> Shapes:
         shapes["confidence_head.proj.weight"] = (1, D + (r if spec.is_confidence_with_markov else 0))
     if spec.has_confidence_bias:
         shapes["confidence_head.proj.bias"] = (1,)
-    return shapes
+    with_sink = [layer for layer in range(spec.decoder.num_layers) if spec.attention_of(layer).has_sink]
+    return shapes | {SINK.format(layer): (spec.decoder.num_heads,) for layer in with_sink}
 
 
 def _eagle3_shapes(spec: Eagle3Spec) -> Shapes:
     """Of what an EAGLE-3 drafter has besides a decoder layer, and of projections of two inputs side by side."""
     D, M, decoder = spec.decoder.hidden_size, spec.num_taps, spec.decoder
+    if spec.is_module:
+        return {"fc.weight": (D, 2 * D), "token_norm.weight": (D,), "hidden_norm.weight": (D,)}
     shapes: Shapes = {"fc.weight": (D, M * D), "layers.0.hidden_norm.weight": (D,)}
-    for name, num_heads in (("q", decoder.num_heads), ("k", decoder.num_kv_heads), ("v", decoder.num_kv_heads)):
+    of_kv = ("k",) if decoder.shape_of(0).is_value_of_key else ("k", "v")
+    for name, num_heads in {"q": decoder.num_heads, **dict.fromkeys(of_kv, decoder.num_kv_heads)}.items():
         shapes[f"layers.0.self_attn.{name}_proj.weight"] = (num_heads * decoder.head_dim, 2 * D)
+    if spec.is_masked:
+        shapes[MASK] = (2 * D,)
     if spec.tap_norm == "joint":
         shapes["input_norm.weight"] = (M * D,)
     if spec.tap_norm == "each":

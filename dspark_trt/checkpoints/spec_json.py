@@ -22,6 +22,7 @@ from dspark_trt.errors import ManifestError, place
 Spec = TypeVar("Spec")
 _DRAFT_SOURCES: dict[str, type[DraftSource]] = {
     "ngram": NgramSpec,
+    "lookahead": NgramSpec,
     "block": BlockDrafterSpec,
     "eagle3": Eagle3Spec,
     "language_model": LanguageModelSpec,

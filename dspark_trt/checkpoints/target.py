@@ -29,6 +29,7 @@ from dspark_trt.checkpoints.fused import with_parts
 from dspark_trt.checkpoints.gguf_target import read_gguf_target
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, target_shapes
 from dspark_trt.checkpoints.locate import locate
+from dspark_trt.checkpoints.modules import is_of_module
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import open_safetensors
 from dspark_trt.checkpoints.spec import DecoderSpec, Family, TargetCheckpoint, TargetSpec, WeightStore
@@ -124,6 +125,7 @@ def _read_folder(folder: Path) -> TargetCheckpoint:
         check_tensors(weights, target_shapes(spec), str(folder))
         return TargetCheckpoint(spec, weights)
     stored = open_safetensors(folder, lambda name: name.removeprefix("model."))
+    stored = stored.without(filter(is_of_module, stored.names())) if spec.family == "mimo" else stored
     form = weight_format(read_json(folder / "config.json"), where)
     weights = dequantised(stored, form, str(folder))
     # Old Llama exports store the rotary frequencies, which follow from the configuration.

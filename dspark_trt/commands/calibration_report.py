@@ -38,8 +38,8 @@ def facts(found: CalibrationFile) -> list[str]:
     if _is_of_lookups(found):
         seen = " and ".join(f"{sum(each)} {name}" for name, each in provenance["num_lookups"].items())
         return [
-            f"drafter ngram: {seen} lookups in the answers to {provenance['num_prompts']} prompts; there is no model "
-            "whose confidences could be calibrated"
+            f"no model drafts: {seen} lookups in the answers to {provenance['num_prompts']} prompts; there are no "
+            "confidences that could be calibrated"
         ]
     if "num_fit_blocks" not in provenance:
         return [f"{found.kind}: written before this version; run `dspark-trt calibrate` for its figures"]

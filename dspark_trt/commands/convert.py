@@ -1,4 +1,4 @@
-"""`dspark-trt convert`: writes a block drafter in another trainer's form."""
+"""`dspark-trt convert`: writes a drafter in another trainer's form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dspark_trt.errors import RecipeError
 if TYPE_CHECKING:
     from dspark_trt.checkpoints.drafters.writing import Form
 
-_FORMS: tuple[Form, ...] = ("deepspec", "speculators")
+_FORMS: tuple[Form, ...] = ("deepspec", "speculators", "medusa", "vllm")
 
 
 @command()
@@ -25,10 +25,11 @@ def convert(
     drafter_revision: Annotated[str | None, typer.Option(metavar="REV", help="Of a hub id.")] = None,
     target_revision: Annotated[str | None, typer.Option(metavar="REV", help="Of a hub id.")] = None,
 ) -> None:
-    """Write a block drafter in DeepSpec's or speculators' form; what a form cannot hold is refused."""
+    """Write a DSpark, DFlash or EAGLE-3 drafter in DeepSpec's or speculators' form, Medusa heads in Medusa's or vLLM's;
+    what a form cannot hold is refused."""
     form = next((each for each in _FORMS if each == to), None)
     if form is None:
-        raise RecipeError(f"--to: expected {' or '.join(_FORMS)}, found {to!r}")
+        raise RecipeError(f"--to: expected one of {', '.join(_FORMS)}, found {to!r}")
     if output.exists():
         raise RecipeError(f"--output: {output} is there already; choose a folder that is not")
     from dspark_trt.checkpoints.drafter import read_drafter

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dspark_trt.checkpoints.spec import FAMILY_NAMES
+from dspark_trt.checkpoints.spec import FAMILY_NAMES, SOURCES_OF_COPIES
 from dspark_trt.commands.logs import console as errors
 from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX
 
@@ -191,11 +191,8 @@ def _decoder(spec: dict[str, Any]) -> str:
 
 
 def _drafter(source: str, drafter: dict[str, Any]) -> dict[str, str]:
-    if drafter.get("kind") == "ngram":
-        return {
-            "drafter": f"{source} (no model)",
-            "drafting": f"up to {drafter['gamma']} drafts copied from each request's own text",
-        }
+    if (copies := SOURCES_OF_COPIES.get(drafter.get("kind", ""))) is not None:
+        return {"drafter": f"{source} (no model)", "drafting": f"up to {drafter['gamma']} drafts {copies}"}
     taps = list(drafter["target_layer_ids"])
     kind = drafter.get("kind", "block")  # builds before there were families
     parts = [f"gamma {drafter['gamma']}", _way(kind, drafter)]
@@ -213,6 +210,10 @@ def _way(kind: str, drafter: dict[str, Any]) -> str:
         return _head(drafter)
     if (mask := drafter.get("mask_token_id")) is not None:
         return f"all in one pass, mask token {mask}"
+    if drafter.get("is_masked"):
+        return "all in one pass (DART)"
+    if drafter.get("is_module"):
+        return "one token after the other (MTP module)"
     return "a head for each draft" if kind == "medusa" else "one token after the other"
 
 

@@ -49,8 +49,8 @@ def simulate(
     chances = _chances(acceptance) if acceptance else calibrated
     if not chances:
         raise RecipeError(
-            "--acceptance: expected, since neither a step table alone nor a build with drafter ngram tells; such as "
-            ".8,.6,.5"
+            "--acceptance: expected, since neither a step table alone nor a build with drafter ngram or lookahead "
+            "tells; such as .8,.6,.5"
         )
     found = [
         simulate_load(

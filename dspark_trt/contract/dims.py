@@ -15,6 +15,7 @@ from dspark_trt.checkpoints.spec import (
     BlockDrafterSpec,
     DecoderSpec,
     DrafterSpec,
+    Eagle3Spec,
     IngestedIds,
     LanguageModelSpec,
     TargetSpec,
@@ -30,6 +31,10 @@ SCHEMA_VERSION = 3
 # Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels, and rows begin where
 # TensorRT takes an address, at multiples of 256 bytes.
 TILE_POSITIONS = 64
+MASK_SCOPE = "mask"  # of nodes of a graph that make a mask over whole rows
+NATIVE_HEAD_DIMS = range(
+    16, 256 + 1, 8
+)  # that TensorRT's own attention has kernels for; others are products of matrices
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class TargetDims:
     hidden_size: int  # D
     num_taps: int  # M
     element_type: FloatType = "float32"
+    min_query_length: int = 1  # a row with fewer tokens in a call has so many queries all the same
 
     @property
     def tap_width(self) -> int:
@@ -88,6 +94,7 @@ class DrafterDims:
     ingested_ids: IngestedIds = "none"  # ids that `ingest` reads beside the taps
     row_state_width: int = 0  # numbers that are kept of a row's last ingested position: out of `ingest`, into `draft`
     is_sequential: bool = False  # a draft call writes the caches once for each slot, one after the other
+    has_masks: bool = False  # of EAGLE-3's form (DART): no slot waits for a draft
     mask_token_id: int | None = None  # of a language model: all slots in one call, of masks behind the anchor
     ingests_in_draft: bool = False  # a draft graph brings the context up itself, before it drafts
 
@@ -100,6 +107,38 @@ class DrafterDims:
         """Positions of a block of gamma drafts."""
         return self.gamma + self.is_mask_first
 
+    @property
+    def row_state_type(self) -> FloatType:
+        """Of what is kept of a row: features of taps, which float16 does not hold, are float32 there."""
+        return "float32" if self.element_type == "float16" else self.element_type
+
+    @property
+    def is_slot_by_slot(self) -> bool:
+        """Whether a call of the draft graph makes one slot: a compiler for devices updates a cache once in a graph."""
+        return self.is_sequential and not self.has_masks and self.attention == "standard"
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether a device makes the slots of a block by one call after the other."""
+        is_language_model = self.ingested_ids == "token"
+        return self.is_slot_by_slot or (is_language_model and self.mask_token_id is None)
+
+    @property
+    def slots_of_call(self) -> int:
+        """Drafts of each request that one call of the draft graph makes."""
+        return 1 if self.is_slot_by_slot else self.gamma
+
+    @property
+    def num_masks(self) -> int:
+        """Behind each anchor of a language model's block, at most."""
+        return 0 if self.mask_token_id is None else self.gamma - 1
+
+    @property
+    def longest_pass(self) -> int:
+        """Positions of a row that a language model reads in the first pass of a block, at most: what a verification
+        committed, the anchor, and masks behind it."""
+        return self.gamma + 2 + self.num_masks
+
 
 def target_dims(
     spec: TargetSpec,
@@ -108,6 +147,7 @@ def target_dims(
     limits: EngineLimits,
     attention: Attention,
     element_type: FloatType = "float32",
+    min_query_length: int = 1,
 ) -> TargetDims:
     """A row has room for max_seq_len and the longest query behind it, padding included.
 
@@ -115,7 +155,14 @@ def target_dims(
     """
     cache = _cache(spec.decoder, limits, limits.max_seq_len + limits.max_batch_tokens, attention)
     return TargetDims(
-        limits, cache, attention, spec.decoder.vocab_size, spec.decoder.hidden_size, num_taps, element_type
+        limits,
+        cache,
+        attention,
+        spec.decoder.vocab_size,
+        spec.decoder.hidden_size,
+        num_taps,
+        element_type,
+        min_query_length,
     )
 
 
@@ -131,8 +178,8 @@ def drafter_dims(
     behind = spec.block_length
     if attention == "standard":
         behind = max(behind, limits.max_batch_tokens)
-    if attention == "gqa":  # a chunk and a block in one call
-        behind += limits.max_batch_tokens
+    if isinstance(spec, LanguageModelSpec):  # a chunk and a block in one call
+        behind = spec.block_length + limits.max_batch_tokens
     return DrafterDims(
         limits,
         _cache(spec.decoder, limits, limits.max_seq_len + behind, attention),
@@ -146,8 +193,9 @@ def drafter_dims(
         ingested_ids=spec.ingested_ids,
         row_state_width=spec.row_state_width,
         is_sequential=spec.is_sequential,
+        has_masks=isinstance(spec, Eagle3Spec) and spec.is_masked,
         mask_token_id=spec.mask_token_id if isinstance(spec, LanguageModelSpec) else None,
-        ingests_in_draft=attention == "drafter" and bool(spec.decoder.num_layers) and not spec.is_sequential,
+        ingests_in_draft=attention == "drafter" and isinstance(spec, BlockDrafterSpec),
     )
 
 

@@ -3,9 +3,9 @@
 | call | ONNX Runtime | TensorRT, and ONNX Runtime as a check |
 |---|---|---|
 | target, causal over packed tokens | `gqa` | `standard` |
-| drafter, a language model | `gqa` | – |
+| drafter, a language model | `gqa` | `standard` |
 | drafter, a block | `drafter` | `standard` |
-| drafter, slots one after the other | `drafter` | `standard` |
+| drafter, slots one after the other | `drafter` | `standard`, a graph of one slot |
 | drafter, context that only enters the cache | `drafter` | `standard` |
 
 An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share.
@@ -24,9 +24,12 @@ from dspark_trt.contract.dims import Attention, DrafterDims, TargetDims
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterContext
 from dspark_trt.graphs.attention_gqa import GqaAttention
-from dspark_trt.graphs.attention_slot import GqaSlots, StandardSlots
+from dspark_trt.graphs.attention_masked import Sinks
+from dspark_trt.graphs.attention_slot import GqaSlots, UnwrittenSlots
 from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
+from dspark_trt.graphs.attention_standard_slot import StandardSlots
 from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.weights import TensorSource
 
 logger = logging.getLogger(__name__)
 
@@ -78,45 +81,49 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     A row verifies `gamma` drafts at most."""
     match dims.attention:
         case "gqa":
-            return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS)
+            is_same = dims.min_query_length > 1
+            return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS, is_same_in_any_step=is_same)
         case "standard":
-            return StandardCausalAttention(builder, spec, dims, gamma=gamma)
+            longest = {bindings.DECODE: gamma + 1, bindings.PREFILL: dims.limits.max_batch_tokens}
+            return StandardCausalAttention(builder, spec, dims, longest)
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
 
 
 def block_attention(
-    builder: GraphBuilder, spec: BlockDrafterSpec, dims: DrafterDims, positions: str
+    builder: GraphBuilder, spec: BlockDrafterSpec, dims: DrafterDims, positions: str, weights: TensorSource
 ) -> AttentionEmitter:
     """For the draft block: every slot sees the context before the anchor and all slots (paper section 3.1), or less
     where a layer says so.
 
-    `positions` [R * block_length] of the blocks.
+    `positions` [R * block_length] of the blocks; `weights` of the drafter, where its layers have sinks.
     """
+    sinks = Sinks(builder, spec, weights)
     match dims.attention:
         case "drafter":
-            return FoldedBlockAttention(builder, spec, length=dims.block_length, positions=positions)
+            return FoldedBlockAttention(builder, spec, sinks, length=dims.block_length, positions=positions)
         case "standard":
-            return StandardBlockAttention(builder, spec, dims)
+            return StandardBlockAttention(builder, spec, sinks, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 
 def model_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> AttentionEmitter:
     """For a language model that drafts: as the target's, of one row group."""
-    if dims.attention == "gqa":
-        return GqaAttention(builder, spec, dims.limits, (bindings.CONTEXT,))
-    raise ExportError(
-        f"head_dim: a language model that drafts needs a multiple of {_GQA_HEAD_DIM_MULTIPLE}, since the fallback of "
-        f"attention is not made for it, found {spec.head_dim}; use another drafter"
-    )
+    match dims.attention:
+        case "gqa":
+            return GqaAttention(builder, spec, dims.limits, (bindings.CONTEXT,))
+        case "standard":
+            longest = max(dims.limits.max_batch_tokens, dims.longest_pass)
+            return StandardCausalAttention(builder, spec, dims, {bindings.CONTEXT: longest})
+    raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
 
 
 def slot_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> SlotAttention:
-    """For dims.gamma slots that are drafted one after the other, from any position of the context on."""
+    """For the slots of a call that are drafted one after the other, from any position of the context on."""
     match dims.attention:
         case "drafter":
-            return GqaSlots(builder, spec, num_slots=dims.gamma)
+            return GqaSlots(builder, spec, num_slots=dims.slots_of_call)
         case "standard":
-            return StandardSlots(builder, spec, dims)
+            return (StandardSlots if dims.is_slot_by_slot else UnwrittenSlots)(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 

@@ -2,7 +2,8 @@
 
 The block's keys and values are written behind the context first, where no valid position stands; the next ingest
 overwrites them (docs/architecture.md, "Attention"). Where all slots see the same, they are queries of one product.
-Where they do not, they are folded into the head dimension, and a bias takes away what a slot does not see.
+Where they do not, or heads have sinks, they are folded into the head dimension, and a bias takes away what a slot does
+not see.
 
 Shape letters: `R` requests, `G` positions of a block, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head
 dim, `T` context tokens, `J` positions of the longest row.
@@ -15,8 +16,9 @@ from collections.abc import Callable
 import numpy as np
 from onnx import TensorProto
 
-from dspark_trt.checkpoints.spec import PLAIN_ATTENTION, BlockAttention, BlockDrafterSpec, DecoderSpec, LayerShape
+from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec, LayerShape
 from dspark_trt.contract import bindings
+from dspark_trt.graphs.attention_masked import Sinks
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.grouped_query import UNSEEN, grouped_query_attention, no_sink, scaled_queries
 from dspark_trt.graphs.rotary import split_query_key
@@ -50,10 +52,13 @@ class ScatterContext:
 class FoldedBlockAttention:
     """Attention of draft blocks: what a layer's slots see is `drafter.attention_of(layer)`."""
 
-    def __init__(self, builder: GraphBuilder, drafter: BlockDrafterSpec, *, length: int, positions: str) -> None:
+    def __init__(
+        self, builder: GraphBuilder, drafter: BlockDrafterSpec, sinks: Sinks, *, length: int, positions: str
+    ) -> None:
         """`positions` [R * G] of blocks of `length`."""
         self._builder = builder
         self._drafter = drafter
+        self._sinks = sinks
         self._spec = spec = drafter.decoder
         self._length = length
         self._no_keys: dict[int, str] = {}
@@ -71,7 +76,8 @@ class FoldedBlockAttention:
             longest = builder.op("Add", builder.op("ReduceMax", last, builder.vector(0)), builder.scalar(1))
             self._longest = builder.op("Cast", longest, to=TensorProto.INT32)
             forms = sorted({drafter.attention_of(layer) for layer in range(spec.num_layers)}, key=str)
-            self._biases = {form: self._bias(form, past, longest) for form in forms if form != PLAIN_ATTENTION}
+            limited = [form for form in forms if form.is_causal or form.window is not None]
+            self._biases = {form: self._bias(form, past, longest) for form in limited}
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
@@ -81,7 +87,8 @@ class FoldedBlockAttention:
         written = [self._write(cache, x, shape) for cache, x in zip(caches, (key, value), strict=True)]
         outputs = (None, bindings.cache_output(caches[0]), bindings.cache_output(caches[1]))
         form = self._drafter.attention_of(layer)
-        if form == PLAIN_ATTENTION:
+        sink = self._folded_sink(layer)
+        if form not in self._biases and not sink:
             return self._attend_alike(query, written, shape, outputs)
         (last_key, last_value) = (self._last_of_rows(x, shape) for x in (key, value))
         attended, _, _ = grouped_query_attention(
@@ -95,8 +102,8 @@ class FoldedBlockAttention:
             outputs=outputs,
             key=last_key,
             value=last_value,
-            bias=self._biases[form],
-            sink=no_sink(builder, spec.num_heads * self._length),
+            bias=self._biases.get(form, ""),
+            sink=sink or no_sink(builder, spec.num_heads * self._length),
             query_lengths=self._query_lengths,
         )
         return self._slots_of_heads(attended, shape.head_dim)
@@ -140,6 +147,14 @@ class FoldedBlockAttention:
             shape = builder.op("Concat", builder.op("Shape", bindings.ROW_REQUESTS), builder.vector(0, width), axis=0)
             self._no_keys[width] = builder.op("ConstantOfShape", shape)
         return self._no_keys[width]
+
+    def _folded_sink(self, layer: int) -> str:
+        """Sinks of the folded heads [N * G]; empty where the layer has none."""
+        builder, sink = self._builder, self._sinks.of(layer)
+        if not sink:
+            return ""
+        column = builder.op("Unsqueeze", sink, builder.vector(1))
+        return builder.op("Reshape", builder.op("Expand", column, builder.vector(1, self._length)), builder.vector(-1))
 
     def _bias(self, form: BlockAttention, past: str, longest: str) -> str:
         """What is added to the scores of every folded head, [B, N * G, 1, J]; `past` [B] positions, `longest` [1]."""

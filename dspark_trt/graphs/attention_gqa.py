@@ -5,7 +5,7 @@ and attends over the row's live positions only. Rows without tokens say query le
 
 Rows that decode take the form for single tokens (see `grouped_query`), which is no slower for a few. Where a row has
 several, contexts are long and at least three heads share a KV head, it is their heads that are folded. Chunks of
-prompts, and layers with a window, take the operator's own form.
+prompts, and layers with a window, take the operator's own form; all rows do where sums may not depend on the schedule.
 
 Shape letters: `T` packed tokens, `B` rows and `S` padded query length of a group, `N`/`K` query/KV heads, `G` query
 heads of a KV head, `H` head dim, `J` positions of the longest row.
@@ -33,20 +33,34 @@ MIN_FOLDED_POSITIONS = 256  # of the longest row
 class GqaAttention:
     """One attention call per row group and layer."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, limits: EngineLimits, groups: Iterable[str]) -> None:
+    def __init__(
+        self,
+        builder: GraphBuilder,
+        spec: DecoderSpec,
+        limits: EngineLimits,
+        groups: Iterable[str],
+        *,
+        is_same_in_any_step: bool = False,
+    ) -> None:
+        """is_same_in_any_step: a row's sums do not depend on what else is in the step."""
         self._builder = builder
         self._spec = spec
+        self._is_same_in_any_step = is_same_in_any_step
         self._windows = [window_in_rows(spec, layer, limits) for layer in range(spec.num_layers)]
-        whole = [spec.shape_of(layer) for layer, window in enumerate(self._windows) if window is None]
+        whole = [spec.shape_of(layer) for layer in range(spec.num_layers) if not self._is_own(layer)]
         self._groups = [_Group(builder, spec, limits, group, whole) for group in groups]
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
-        builder, window = self._builder, self._windows[layer]
+        builder, window, is_own = self._builder, self._windows[layer], self._is_own(layer)
         scaled = scaled_queries(builder, self._spec, layer, query_key)
         packed = builder.op("Concat", scaled, value, axis=1)  # one gather a group instead of three
-        outputs = [group.attend(layer, packed, window) for group in self._groups]
+        outputs = [group.attend(layer, packed, window, is_own=is_own) for group in self._groups]
         slots = builder.op("Concat", *outputs, axis=0) if len(outputs) > 1 else outputs[0]
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
+
+    def _is_own(self, layer: int) -> bool:
+        """Whether every group takes the operator's own form."""
+        return self._is_same_in_any_step or self._windows[layer] is not None
 
 
 class _Group:
@@ -55,7 +69,7 @@ class _Group:
     def __init__(
         self, builder: GraphBuilder, spec: DecoderSpec, limits: EngineLimits, group: str, shapes: Iterable[LayerShape]
     ) -> None:
-        """`shapes` of the layers without a window."""
+        """`shapes` of the layers that take other forms than the operator's own."""
         self._builder = builder
         self._spec = spec
         self._group = group
@@ -75,14 +89,14 @@ class _Group:
                 for count in sorted(count for count in counts if count >= MIN_FOLDED_HEADS):
                     self._folds[count] = _Fold(builder, count, limits, past, query, padded_length)
 
-    def attend(self, layer: int, packed: str, window: int | None) -> str:
+    def attend(self, layer: int, packed: str, window: int | None, *, is_own: bool) -> str:
         """[T, (N + 2 K) * H] -> [B * S, N * H]"""
         builder, shape = self._builder, self._spec.shape_of(layer)
         padded = builder.op("Gather", packed, self._tokens, axis=0)
         caches = bindings.key_cache(self._group, layer), bindings.value_cache(self._group, layer)
         outputs = None, bindings.cache_output(caches[0]), bindings.cache_output(caches[1])
         fold = self._folds.get(self._spec.num_heads // shape.num_kv_heads)
-        if window is not None or self._group == bindings.PREFILL:
+        if is_own or self._group == bindings.PREFILL:
             attended, _, _ = self._call(padded, caches, shape, outputs=outputs, window=window)
         elif self._group == bindings.DECODE and fold is None:
             attended, _, _ = self._call(padded, caches, shape, outputs=outputs, is_single=True)

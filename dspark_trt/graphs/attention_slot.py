@@ -96,8 +96,9 @@ class _GqaSlot:
         return source, bindings.cache_output(cache) if is_last else bindings.cache_slot_output(cache, self.slot)
 
 
-class StandardSlots:
-    """`standard`: keys and values of the slots stay in the graph, and the caches are only read.
+class UnwrittenSlots:
+    """`standard`, all slots in one graph, where none waits for a draft: keys and values of the slots stay in the graph,
+    and the caches are only read.
 
     TensorRT updates a cache once in a graph. Scores over the cache, under a mask, and over the slots stand side by side
     in one softmax; the cost follows the capacity of a row.
@@ -110,7 +111,7 @@ class StandardSlots:
         self._slots: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)  # keys and values by layer
         self._is_context = ""  # [B, 1, 1, C]
 
-    def at(self, slot: int, positions: str) -> StandardSlots:
+    def at(self, slot: int, positions: str) -> UnwrittenSlots:
         """`positions` [R] of the slot's tokens; slots come in their order."""
         if not self._is_context:
             builder = self._builder
@@ -129,7 +130,7 @@ class StandardSlots:
         slots = self._slots[layer]
         slots.append((self._heads(key, 1), self._heads(value, 1)))
         keys, values = (builder.op("Concat", *(slot[which] for slot in slots), axis=2) for which in (0, 1))
-        scale = self._constant(spec.head_dim**-0.5)
+        scale = self._constant(spec.score_scale_of(layer))
         queries = builder.op("Mul", self._heads(query, spec.num_heads // spec.num_kv_heads), scale)  # [B, K, Q, H]
         of_context = self._scores(queries, bindings.key_cache(bindings.CONTEXT, layer))
         of_context = builder.op("Where", self._is_context, of_context, self._constant(LOWEST[dims.element_type]))

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import torch
 
-from dspark_trt.checkpoints.spec import BlockAttention, DecoderSpec
+from dspark_trt.checkpoints.layout import SINK
+from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec
+from dspark_trt.reference.weights import ReferenceWeights
 
 
 def causal_limits(past_lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -34,6 +36,11 @@ def seen_by_block(form: BlockAttention, past: int, positions: torch.Tensor) -> t
         near_slot, near_anchor = queries - keys < form.window, keys >= past - form.window
         visible = visible & (near_slot if form.window_from == "slot" else near_anchor)
     return visible.expand(len(positions), -1)
+
+
+def sink_of(spec: BlockDrafterSpec, weights: ReferenceWeights, layer: int) -> torch.Tensor | None:
+    """One more logit in the softmax of each head [N], which no position stands for; None where the layer has none."""
+    return weights[SINK.format(layer)] if spec.attention_of(layer).has_sink else None
 
 
 class RowGroupAttention:
@@ -83,9 +90,16 @@ class RowGroupAttention:
         return is_visible[:, None].expand(-1, group, -1, -1).flatten(1, 2)[:, None]
 
     def attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, scale: float
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor,
+        scale: float,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Queries [T, N, H] over the rows [B, K, C, H] -> [B * S, N, H]. `scale` of the scores.
+        """Queries [T, N, H] over the rows [B, K, C, H] -> [B * S, N, H]. `scale` of the scores; `sink` [N]: see
+        `sink_of`.
 
         The query heads that share a KV head stand one behind the other as more queries of it, so that no key is copied.
         """
@@ -94,6 +108,14 @@ class RowGroupAttention:
         group = num_heads // num_kv_heads
         padded = queries[self._tokens].unflatten(2, (num_kv_heads, group))  # [B, S, K, N / K, H]
         folded = padded.permute(0, 2, 3, 1, 4).reshape(rows, num_kv_heads, group * num_queries, head_dim)
-        attended = torch.nn.functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
+        if sink is None:
+            attend = torch.nn.functional.scaled_dot_product_attention
+            attended = attend(folded, keys, values, attn_mask=mask, scale=scale)
+        else:
+            scores = (folded @ keys.transpose(2, 3)).float() * scale
+            of_queries = sink.float().unflatten(0, (num_kv_heads, group)).repeat_interleave(num_queries, dim=1)
+            columns = of_queries[None, :, :, None].expand(rows, -1, -1, -1)
+            weights = torch.cat([scores.masked_fill(~mask, -torch.inf), columns], dim=-1).softmax(dim=-1)
+            attended = weights[..., :-1].to(values.dtype) @ values
         unfolded = attended.unflatten(2, (group, num_queries)).permute(0, 3, 1, 2, 4)  # [B, S, K, N / K, H]
         return unfolded.reshape(rows * num_queries, num_heads, head_dim)

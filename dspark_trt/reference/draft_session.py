@@ -17,7 +17,7 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims
 from dspark_trt.contract.drafter_form import LOWEST, columns_of
 from dspark_trt.engines.device.session import Tensors
-from dspark_trt.reference.attention import RowGroupAttention
+from dspark_trt.reference.attention import RowGroupAttention, sink_of
 from dspark_trt.reference.model import ReferenceDecoder
 from dspark_trt.reference.sequential import SequentialStage
 from dspark_trt.reference.sessions import TorchSession, caches_of, decoder_layer, target_head
@@ -46,6 +46,7 @@ class TorchDraftSession(TorchSession):
         """
         self._dims = dims
         self._spec = spec
+        self._weights = weights
         self._decoder = ReferenceDecoder(spec.decoder, weights)
         self._columns: torch.Tensor | None = None
         if draft_ids is not None:
@@ -74,7 +75,8 @@ class TorchDraftSession(TorchSession):
             group.write(key_cache, keys)
             group.write(value_cache, values)
             mask, scale = masks[self._spec.attention_of(layer)], decoder.spec.score_scale_of(layer)
-            attended = group.attend(queries, key_cache, value_cache, mask, scale)
+            sink = sink_of(self._spec, self._weights, layer)
+            attended = group.attend(queries, key_cache, value_cache, mask, scale, sink)
             return attended.unflatten(0, (-1, length))[block_rows].flatten(0, 1)
 
         block = anchor_ids.new_full((len(anchor_ids), length), self._spec.mask_token_id)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from dspark_trt.checkpoints.layout import MASK
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, Eagle3Spec, TargetCheckpoint
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch
 from dspark_trt.reference.heads import draw
@@ -61,7 +62,7 @@ class ReferenceEagle3Engine:
         assert batch.next_ids is not None, "EAGLE-3 reads the token behind each position"
         with torch.no_grad():
             features = self._features(self._tensor(np.asarray(batch.taps, np.float32)))
-            embedded = self._embedding[self._tensor(batch.next_ids)]
+            embedded = self._decoder.embedded(self._embedding[self._tensor(batch.next_ids)])
             first = 0
             for row, past, length in zip(batch.rows, batch.past_lengths, batch.query_lengths, strict=True):
                 part = slice(first, first + int(length))
@@ -88,24 +89,48 @@ class ReferenceEagle3Engine:
         """Draft ids [n] and logits [n, W] of one request."""
         row, past = int(batch.rows[at]), int(batch.past_lengths[at])
         features, embedded = (each[:past] for each in self._rows[row])
-        anchor = self._embedding[int(batch.anchor_ids[at])]
+        anchor = self._decoder.embedded(self._embedding[int(batch.anchor_ids[at])])
         assert torch.equal(embedded[-1], anchor), "the anchor stands behind what was ingested"
+        num_slots = batch.uniforms.shape[1]
         ids, logits = [], []
-        for slot in range(batch.uniforms.shape[1]):
+        if self._spec.is_masked:
+            logits = list(self._masked_logits(features, embedded, num_slots))
+            ids = [self._drawn(batch, at, slot, each) for slot, each in enumerate(logits)]
+            return np.array(ids), torch.stack(logits).cpu().numpy()
+        for slot in range(num_slots):
             feature, of_head = self._last_output(features, embedded)
-            slot_logits = torch.nn.functional.linear(of_head, self._head)
-            temperature, uniform = (self._tensor(x) for x in (batch.temperatures[at : at + 1], batch.uniforms[at]))
-            column = int(draw(slot_logits[None], temperature, uniform[slot : slot + 1]))
-            token = column if self._draft_ids is None else int(self._draft_ids[column])
-            ids.append(token)
-            logits.append(slot_logits.cpu().numpy())
+            logits.append(self._decoder.cap(torch.nn.functional.linear(of_head, self._head)))
+            ids.append(self._drawn(batch, at, slot, logits[-1]))
             features = torch.cat([features, feature[None]])
-            embedded = torch.cat([embedded, self._embedding[token][None]])
-        return np.array(ids), np.stack(logits)
+            embedded = torch.cat([embedded, self._decoder.embedded(self._embedding[ids[-1]])[None]])
+        return np.array(ids), torch.stack(logits).cpu().numpy()
+
+    def _drawn(self, batch: DraftBatch, at: int, slot: int, logits: torch.Tensor) -> int:
+        """The draft of one slot of a request, from logits [W]."""
+        temperature, uniform = (self._tensor(x) for x in (batch.temperatures[at : at + 1], batch.uniforms[at]))
+        column = int(draw(logits[None], temperature, uniform[slot : slot + 1]))
+        return column if self._draft_ids is None else int(self._draft_ids[column])
+
+    def _masked_logits(self, features: torch.Tensor, embedded: torch.Tensor, num_slots: int) -> torch.Tensor:
+        """DART: logits [n, W] of the last position and of the masks behind it, each of which sees what is before it."""
+        decoder, mask = self._decoder, self._weights[MASK]
+        normed = decoder.norm("layers.0.hidden_norm", features)
+        joined = torch.cat([decoder.norm("layers.0.input_layernorm", embedded), normed], dim=-1)
+        joined = torch.cat([joined, mask.expand(num_slots - 1, -1)])
+        residual = torch.cat([features[-1:], mask[: features.shape[1]].expand(num_slots - 1, -1)])
+        positions = torch.arange(len(joined), device=joined.device)
+        keys, values = decoder.key_value(0, joined, positions)
+        queries = decoder.query(0, joined[-num_slots:], positions[-num_slots:])
+        is_visible = positions <= positions[-num_slots:, None]
+        x = decoder.layer_output(0, residual, decoder.attend(0, queries, keys, values, is_visible))
+        h = decoder.norm("norm", decoder.norm("norm", x))
+        return torch.nn.functional.linear(h, self._head)
 
     def _features(self, taps: torch.Tensor) -> torch.Tensor:
         """[T, M*D] -> [T, D]"""
         spec = self._spec
+        if spec.is_module:
+            return taps
         if spec.tap_norm == "joint":
             taps = self._decoder.norm("input_norm", taps)
         elif spec.tap_norm == "each":
@@ -113,17 +138,26 @@ class ReferenceEagle3Engine:
             taps = torch.cat([self._decoder.norm(f"fc_norm.{at}", tap) for at, tap in enumerate(each)], dim=-1)
         return self._weights.linear("fc", taps)
 
+    def _joined(self, features: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the projections read, [T, 2D] or of a module [T, D], and where the residual stream starts [T, D]."""
+        decoder = self._decoder
+        if self._spec.is_module:
+            both = decoder.norm("hidden_norm", features), decoder.norm("token_norm", embedded)
+            x = self._weights.linear("fc", torch.cat(both, dim=-1))
+            return decoder.norm("layers.0.input_layernorm", x), x
+        normed = decoder.norm("layers.0.hidden_norm", features)
+        joined = torch.cat([decoder.norm("layers.0.input_layernorm", embedded), normed], dim=-1)
+        return joined, normed if self._spec.is_residual_normed else features
+
     def _last_output(self, features: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the last position [D]: what the next step takes for its feature, and what the head reads."""
         decoder, last = self._decoder, slice(-1, None)
-        normed = decoder.norm("layers.0.hidden_norm", features)
-        joined = torch.cat([decoder.norm("layers.0.input_layernorm", embedded), normed], dim=-1)
+        joined, residual = self._joined(features, embedded)
         positions = torch.arange(len(joined), device=joined.device)
         keys, values = decoder.key_value(0, joined, positions)
         queries = decoder.query(0, joined[last], positions[last])
-        x = (normed if self._spec.is_residual_normed else features)[last]
-        x = x + decoder.attention_output(0, decoder.attend(0, queries, keys, values))
-        x = (x + decoder.mlp(0, x))[0]
+        x = residual[last]
+        x = decoder.layer_output(0, x, decoder.attend(0, queries, keys, values))[0]
         h = decoder.norm("norm", x)
         return (h if self._spec.is_output_normed else x), h
 

@@ -17,7 +17,7 @@ from dspark_trt.checkpoints.drafters.block import block_spec
 from dspark_trt.checkpoints.spec import BlockDrafterSpec, DrafterCheckpoint, Eagle3Spec, TargetCheckpoint, TargetSpec
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, TargetBatch, TargetOutput
 from dspark_trt.errors import CapacityError
-from dspark_trt.reference.attention import seen_by_block, seen_by_tokens
+from dspark_trt.reference.attention import seen_by_block, seen_by_tokens, sink_of
 from dspark_trt.reference.eagle3 import ReferenceEagle3Engine
 from dspark_trt.reference.heads import ReferenceHeads
 from dspark_trt.reference.model import ReferenceDecoder
@@ -198,6 +198,7 @@ class ReferenceDraftEngine(ReferenceEngine):
                 torch.cat([context_keys, keys]),
                 torch.cat([context_values, values]),
                 seen_by_block(self._spec.attention_of(layer), past, positions),
+                sink_of(self._spec, self._weights, layer),
             )
             x = self._decoder.layer_output(layer, x, attended)
         return self._decoder.norm("norm", x[-num_slots:])

@@ -140,14 +140,18 @@ class ReferenceDecoder:
         keys: torch.Tensor,
         values: torch.Tensor,
         is_visible: torch.Tensor | None = None,
+        sink: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[S, N, H] over [J, K, H] -> [S, N, H]; `is_visible` [S, J], everything by default."""
+        """[S, N, H] over [J, K, H] -> [S, N, H]; `is_visible` [S, J], everything by default. sink [N]: one more logit
+        of each head, which no position stands for."""
         group = self.spec.num_heads // keys.shape[1]
         keys, values = keys.repeat_interleave(group, dim=1), values.repeat_interleave(group, dim=1)
         weights = torch.einsum("snh,jnh->nsj", queries, keys) * self.spec.score_scale_of(layer)
         if is_visible is not None:
             weights = weights.masked_fill(~is_visible, -torch.inf)
-        return torch.einsum("nsj,jnh->snh", weights.softmax(dim=-1), values)
+        if sink is not None:
+            weights = torch.cat([weights, sink[:, None, None].expand(-1, weights.shape[1], 1)], dim=-1)
+        return torch.einsum("nsj,jnh->snh", weights.softmax(dim=-1)[..., : len(keys)], values)
 
     def _rotated_heads(
         self, layer: int, which: str, num_heads: int, x: torch.Tensor, positions: torch.Tensor

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dspark_trt.contract.lookup import MAX_MATCH
 
-_FILED_LENGTHS = (1, 2, 4, 8)  # of the runs that are found at once; a match is then followed backwards
+FILED_LENGTHS = (1, 2, 4, 8)  # of the runs that are found at once; a match is then followed backwards
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,12 @@ class Lookup:
 
     draft_ids: tuple[int, ...]
     match_len: int  # tokens that stood there as they stand now, 1 .. MAX_MATCH
+    draft_match_lens: tuple[int, ...] = ()  # of each draft; empty: a token longer from draft to draft
+
+    @property
+    def match_lens(self) -> tuple[int, ...]:
+        """Tokens that stood before each draft as they stand now."""
+        return self.draft_match_lens or tuple(range(self.match_len, self.match_len + len(self.draft_ids)))
 
 
 class TokenIndex:
@@ -38,7 +44,7 @@ class TokenIndex:
         """File the runs that ended since the last time and have a token behind them."""
         tokens = self._tokens
         for at in range(self._num_filed, len(tokens)):
-            for length in _FILED_LENGTHS:
+            for length in FILED_LENGTHS:
                 if at < length:
                     break
                 self._followed_at[tuple(tokens[at - length : at])] = at
@@ -48,7 +54,7 @@ class TokenIndex:
         """What followed the longest match; None without a match. Where text repeats itself, so do the drafts."""
         self._file()
         tokens = self._tokens
-        for length in reversed(_FILED_LENGTHS):
+        for length in reversed(FILED_LENGTHS):
             at = self._followed_at.get(tuple(tokens[-length:])) if len(tokens) > length else None
             if at is not None:
                 period = len(tokens) - at

@@ -31,7 +31,7 @@ class LookupOffer:
     rows: Ints  # [R] KV rows
     generations: Ints  # [R] of their occupants
     is_greedy: NDArray[np.bool_]  # [R]
-    match_lens: Ints  # [R]
+    match_lens: Ints  # [R, n] of each draft, n being the most of any
 
     @classmethod
     def of(
@@ -41,7 +41,7 @@ class LookupOffer:
             np.array(rows, dtype=np.int64),
             np.array(generations, dtype=np.int64),
             np.array(is_greedy, dtype=np.bool_),
-            np.array([lookup.match_len for lookup in lookups], dtype=np.int64),
+            _padded([lookup.match_lens for lookup in lookups]),
         )
 
     def chosen(self, lines: list[int]) -> LookupOffer:
@@ -84,8 +84,9 @@ class LookupSurvival:
         self._generation[destination] = self._generation[source]
 
     def _lengths(self, offer: LookupOffer) -> Ints:
-        """Index of the curve for every slot: a draft that is accepted makes the match a token longer. [R, G]"""
-        lengths: Ints = np.minimum(offer.match_lens[:, None] - 1 + self._slots, MAX_MATCH - 1)
+        """Index of the curve for every slot; any, where there is no draft. [R, G]"""
+        columns = np.minimum(self._slots, offer.match_lens.shape[1] - 1)
+        lengths: Ints = np.minimum(offer.match_lens[:, columns], MAX_MATCH) - 1
         return lengths
 
     def _move(self, seen: tuple[LookupOffer, Floats, Ints, Ints]) -> None:
@@ -99,3 +100,9 @@ class LookupSurvival:
         own = np.where(is_known, self._own[offer.rows], 0.0) + OWN_RATE * surprise.sum(axis=1)
         self._own[offer.rows] = np.clip(own, -MAX_SHIFT, MAX_SHIFT)
         self._generation[offer.rows] = offer.generations
+
+
+def _padded(match_lens: Sequence[Sequence[int]]) -> Ints:
+    """[R, n]; a shorter line goes on with its last number."""
+    width = max(map(len, match_lens))
+    return np.array([[*line, *[line[-1]] * (width - len(line))] for line in match_lens], dtype=np.int64)

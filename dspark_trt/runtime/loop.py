@@ -30,7 +30,7 @@ from dspark_trt.runtime.state import Phase, RequestState, share_keys
 from dspark_trt.runtime.step_plan import StepPlan
 from dspark_trt.runtime.text_stream import Decode
 from dspark_trt.runtime.timed_calls import EngineCallFailed
-from dspark_trt.runtime.verification import Segment
+from dspark_trt.runtime.verification import Segment, harvest
 from dspark_trt.steptable.table import StepTable
 
 OnVerified = Callable[[Sequence[Segment], Any, DraftBlock | None], None]
@@ -55,6 +55,7 @@ class DecodingLoop:
         step_table: StepTable | None,
         calibration: Calibration,
         lookup: LookupAcceptance | None = None,
+        keeps_trajectories: bool = False,
         eos_token_ids: Sequence[int],
         decode: Decode,
         scheduler: SchedulerConfig,
@@ -66,8 +67,9 @@ class DecodingLoop:
 
         Without a drafter, or in a mode that verifies no drafts, this is plain decoding. `lookup`: drafts may be copied
         from a request's own text, at most as many as `calibration` has slots; in mode auto beside the drafter, in every
-        mode without one. `step_engine`, over these very engines, drafts and verifies in one call, in
-        mode lagged_budget. `acceptance`: accepts where the logits are; None: the runtime does it, slot by slot.
+        mode without one. keeps_trajectories: and be taken from what the target predicted behind drafts that it rejected
+        (lookahead). `step_engine`, over these very engines, drafts and verifies in one call, in mode lagged_budget.
+        `acceptance`: accepts where the logits are; None: the runtime does it, slot by slot.
         max_stretch: a step that reads prompts beside requests that decode takes at most so many times a plain one.
         prefix_cache: prompts begin where a KV row already holds their first tokens. The engines are then this loop's
         alone: what another one writes into a row that is free here is not noticed.
@@ -103,6 +105,7 @@ class DecodingLoop:
             eos_token_ids=eos_token_ids,
             decode=decode,
             looks_up=self._scheduling is not None and self._scheduling.looks_up,
+            keeps_trajectories=keeps_trajectories,
         )
         self._plan: StepPlan | None = None  # of the step that is running
         self._emissions: list[Emission] = []
@@ -175,6 +178,7 @@ class DecodingLoop:
         if self._scheduling is not None:
             self._scheduling.learn(plan, segments, results)
         self._emit(segments, results)
+        harvest(segments, [result.num_accepted_drafts for result in results], output.logits)
         self._engines.keep_taps(segments, results, output)
 
     def check_integrity(self) -> None:

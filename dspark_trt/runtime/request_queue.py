@@ -15,11 +15,20 @@ from dspark_trt.runtime.text_stream import Decode
 class RequestQueue:
     """All requests of one loop that are not finished. Those without a row wait, first come first served."""
 
-    def __init__(self, target: TargetEngine, *, eos_token_ids: Sequence[int], decode: Decode, looks_up: bool) -> None:
+    def __init__(
+        self,
+        target: TargetEngine,
+        *,
+        eos_token_ids: Sequence[int],
+        decode: Decode,
+        looks_up: bool,
+        keeps_trajectories: bool = False,
+    ) -> None:
         self._target = target
         self._eos_token_ids = tuple(eos_token_ids)
         self._decode = decode
         self._looks_up = looks_up
+        self._keeps_trajectories = keeps_trajectories
         self._waiting: deque[RequestState] = deque()
         self._unfinished: dict[str, RequestState] = {}  # by request id
         self._cancelled: dict[str, RequestState] = {}  # of these, since the last step
@@ -49,6 +58,7 @@ class RequestQueue:
             eos_token_ids=self._eos_token_ids,
             decode=self._decode,
             looks_up=self._looks_up,
+            keeps_trajectories=self._keeps_trajectories,
         )
         self._unfinished[request.request_id] = state
         self._waiting.append(state)

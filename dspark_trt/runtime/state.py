@@ -26,6 +26,7 @@ from dspark_trt.runtime.rng import Purpose, RngKey, random_words, request_key
 from dspark_trt.runtime.rows import NO_ROW
 from dspark_trt.runtime.sampling import LogitProcessors, is_greedy
 from dspark_trt.runtime.text_stream import Decode, TextStream
+from dspark_trt.runtime.trajectories import TrajectoryIndex
 
 
 class Phase(Enum):
@@ -62,7 +63,9 @@ class RequestState:
         default_factory=lambda: np.empty((0, 4), dtype=np.uint64)
     )  # this step's randomness
     looks_up: bool = False  # whether drafts may be copied from its own text
+    keeps_trajectories: bool = False  # and taken from what the target predicted behind rejected drafts
     token_index: TokenIndex | None = None  # of prompt and generated tokens
+    lookup: Lookup | None = None  # what was found last
 
     @property
     def num_generated(self) -> int:
@@ -133,12 +136,14 @@ class RequestState:
         self.generated_ids.append(token_id)
         if self.looks_up:
             if self.token_index is None:
-                self.token_index = TokenIndex(self.prompt_ids.tolist())
+                kind = TrajectoryIndex if self.keeps_trajectories else TokenIndex
+                self.token_index = kind(self.prompt_ids.tolist())
             self.token_index.append(token_id)
 
     def look_up(self, num_drafts: int) -> Lookup | None:
-        """Drafts copied from the request's own text; None: it has no match, or does not look up."""
-        return None if self.token_index is None else self.token_index.look_up(num_drafts)
+        """Drafts without a model; None: nothing is known behind the anchor, or it does not look up."""
+        self.lookup = None if self.token_index is None else self.token_index.look_up(num_drafts)
+        return self.lookup
 
     def next_step(self) -> None:
         """A step gave tokens: the next one draws other random words."""
@@ -196,6 +201,7 @@ def new_state(
     eos_token_ids: tuple[int, ...],
     decode: Decode,
     looks_up: bool = False,
+    keeps_trajectories: bool = False,
 ) -> RequestState:
     """A queued request. `request` has passed `validate`.
 
@@ -225,4 +231,5 @@ def new_state(
         statistics=RequestStatistics(num_prompt_tokens=len(prompt_ids)),
         submitted_at=time.perf_counter(),
         looks_up=looks_up and request.max_verify_len != 0,
+        keeps_trajectories=keeps_trajectories,
     )

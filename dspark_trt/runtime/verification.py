@@ -5,13 +5,16 @@ Shape letters: `R` requests that decode, `T` packed tokens, `L` logit rows, `G` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.contract.protocol import SelectBatch, TargetBatch
 from dspark_trt.errors import EngineBuildError
+from dspark_trt.runtime.arrays import argmax_rows
 from dspark_trt.runtime.drafting import DraftBlock
 from dspark_trt.runtime.kv import CacheLengths
 from dspark_trt.runtime.prefix_scheduler import Offer
@@ -19,6 +22,7 @@ from dspark_trt.runtime.prices import StepPrices
 from dspark_trt.runtime.sampling import is_greedy
 from dspark_trt.runtime.state import RequestState
 from dspark_trt.runtime.step_plan import StepPlan
+from dspark_trt.runtime.trajectories import TrajectoryIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,3 +132,18 @@ def check_selection(select: SelectBatch, verify_lens: NDArray[np.int64]) -> None
         f"{select.caps.tolist()} (forced: {select.is_forced.tolist()}), found verify_len {verify_lens.tolist()}; "
         "report this with the output of `dspark-trt doctor`"
     )
+
+
+def harvest(segments: Sequence[Segment], nums_accepted: Sequence[int], logits: Any) -> None:
+    """Hand every request that keeps trajectories what the target predicted behind the drafts that it rejected.
+
+    nums_accepted: drafts of each segment; their tokens have been emitted. logits [L, V].
+    """
+    for segment, num_accepted in zip(segments, nums_accepted, strict=True):
+        index, num_drafts = segment.state.token_index, len(segment.draft_ids)
+        if not isinstance(index, TrajectoryIndex) or segment.first_logit is None or num_accepted >= num_drafts:
+            continue
+        first = segment.first_logit
+        predicted_ids, are_finite = argmax_rows(logits, range(first + num_accepted + 1, first + num_drafts + 1))
+        if all(are_finite):
+            index.harvest(segment.draft_ids, num_accepted, predicted_ids)

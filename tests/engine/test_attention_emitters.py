@@ -13,6 +13,7 @@ from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims, target_dims
+from dspark_trt.contract.draft_bindings import draft_inputs, draft_outputs
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.target import write_target_graph
@@ -113,7 +114,7 @@ def test_only_attention_differs_and_everything_else_is_standard(
     tables = {
         bindings.TARGET_GRAPH: (bindings.target_inputs(of_target), bindings.target_outputs(of_target)),
         bindings.INGEST_GRAPH: (bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)),
-        bindings.DRAFT_GRAPH: (bindings.draft_inputs(of_drafter), bindings.draft_outputs(of_drafter)),
+        bindings.DRAFT_GRAPH: (draft_inputs(of_drafter), draft_outputs(of_drafter)),
     }
     found = set()
     for name, (inputs, outputs) in tables.items():

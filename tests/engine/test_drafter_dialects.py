@@ -3,6 +3,7 @@ with rejections, and greedy tokens through the loop."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.checkpoints.spec import BlockDrafterSpec, DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.reference.engines import open_reference_engines
+from dspark_trt.reference.on_device import open_device_reference_engines
 from tests.engine.test_drafter_forms_in_loops import requests
 from tests.engine.test_onnxruntime_drafter import LIMITS, Contexts, assert_same_drafts
 from tests.support.conversations import Conversations, open_pair, open_target, read_pair
@@ -41,6 +43,21 @@ LEGACY = {"sample_from_anchor": None, "speculators_config": None}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSpec": ("deepspec", {"layer_ids": (-1, 1, 3)}),
     "DeepSpec DFlash": ("deepspec-dflash", {"layer_ids": (0, 3)}),
+    "Nemotron, sinks": ("nemotron", {"layer_ids": (1, 3), "block_size": 8}),
+    "z-lab, sinks": (
+        "z-lab",
+        {"sinks": True, "sliding": MIXED, "extra": {"dflash_config": {"attention_sink_bias": True}}},
+    ),
+    "z-lab, sinks, head_dim 10, which falls back": (
+        "z-lab",
+        {
+            "sinks": True,
+            "extra": {"dflash_config": {"attention_sink_bias": True}},
+            "heads": 6,
+            "kv_heads": 3,
+            "head_dim": 10,
+        },
+    ),
     "NeMo DSpark": ("nemo-dspark", {"layer_ids": (1, 3), "head_type": "gated"}),
     "NeMo DFlash": ("nemo-dflash", {"layer_ids": (1, 3), "sliding": MIXED}),
     "z-lab": ("z-lab", {"layer_ids": (1, 3), "block_size": 16}),
@@ -121,6 +138,38 @@ def test_the_runtime_of_a_device_gives_the_targets_greedy_tokens(mode: str, tmp_
     pair = small_pair(tmp_path, VOCABULARY, [0, 1, 2, 4, 5, 7, 8, 10])
     engines = open_device_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS).engines
     loop = device_loop(engines, SchedulerConfig(mode))  # type: ignore[arg-type]
+    assert tokens_of(loop, greedy_requests()) == oracle_tokens(pair, greedy_requests())
+    assert loop.totals.num_drafts_verified > 0
+
+
+def test_sinks_draw_attention_from_positions(tmp_path: Path) -> None:
+    """The oracle knows that it has sinks: without them it drafts from other logits."""
+    target, drafter = write_pair(tmp_path, "z-lab, sinks")
+    spec = drafter.spec
+    assert isinstance(spec, BlockDrafterSpec)
+    plain = tuple(replace(each, has_sink=False) for each in spec.block_attention)
+    without = DrafterCheckpoint(replace(spec, block_attention=plain), drafter.weights)
+    outputs = []
+    for each in (drafter, without):
+        _, engine = open_reference_engines(target, each, limits=LIMITS)
+        contexts = Contexts(engine, engine, tap_width=spec.num_taps * 32, seed=4)
+        contexts.ingest([0], [9])
+        outputs.append(contexts.draft([0])[0].draft_logits)
+    assert np.abs(outputs[0] - outputs[1]).max() > 0.1
+
+
+@pytest.mark.parametrize("computed_by", ["ONNX Runtime", "PyTorch"])
+def test_sinks_in_the_runtime_of_a_device(computed_by: str, tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", family="qwen3", vocab_size=VOCABULARY)
+    folder = write_dialect(tmp_path / "drafter", target, "nemotron", block_size=8, mask_token_id=VOCABULARY - 1)
+    pair = SmallPair(*read_pair(target, folder))
+    if computed_by == "PyTorch":
+        engines = open_device_reference_engines(
+            pair.target, pair.drafter, limits=SMALL_LIMITS, precision="fp32", device="cpu"
+        )
+    else:
+        engines = open_device_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS).engines
+    loop = device_loop(engines, SchedulerConfig("fixed"))
     assert tokens_of(loop, greedy_requests()) == oracle_tokens(pair, greedy_requests())
     assert loop.totals.num_drafts_verified > 0
 

@@ -33,6 +33,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "DeepSpec": ("deepspec", {"layer_ids": (0, 1, 2, 3), "embed_head": "equal"}),
     "SpecForge": ("community", {"layer_ids": (0, 1, 3), "draft_ids": DRAFT_IDS, "rope": YARN}),
     "SpecForge, norms of taps": ("community", {"layer_ids": (0, 1, 3), "tap_norm": "each"}),
+    "DART": ("dart", {"extra": {"target_layer_ids": [0, 1, 2]}}),
+    "DART, fewer ids": ("dart", {"extra": {"target_layer_ids": [0, 1, 2]}, "draft_ids": DRAFT_IDS}),
+    "DART, head_dim 10, which falls back": (
+        "dart",
+        {"extra": {"target_layer_ids": [0, 1, 2]}, "heads": 6, "kv_heads": 3, "head_dim": 10},
+    ),
     "speculators": ("speculators", {"layer_ids": (0, 2, 4), "draft_ids": DRAFT_IDS}),
     "speculators, 3.1": ("speculators", {"layer_ids": (1, 4), "tap_norm": "joint", "extra": {"norm_output": True}}),
     "head_dim 10, which falls back": ("deepspec", {"heads": 6, "kv_heads": 3, "head_dim": 10}),

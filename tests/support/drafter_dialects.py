@@ -31,8 +31,9 @@ def write_dialect(
 ) -> Path:
     """`layer_ids` as this dialect counts them. `more`: `extra` keys laid over config.json (None removes one; a nested
     object is laid over the nested one), `sliding` layers and their window, `draft_ids` that the head has rows for
-    (speculators), and options of `write_drafter`."""
+    (speculators), `sinks`: every layer has one, and options of `write_drafter`."""
     extra, sliding = more.pop("extra", {}), more.pop("sliding", None)
+    sinks = more.pop("sinks", dialect == "nemotron")
     draft_ids = more.pop("draft_ids", None)
     is_plain_flash = dialect in ("z-lab", "nemo-dflash", "speculators-dflash", "deepspec-dflash")
     if is_plain_flash:
@@ -44,8 +45,11 @@ def write_dialect(
     tensors = load_file(folder / "model.safetensors")
     if sliding:
         config |= {"layer_types": list(sliding[0]), "sliding_window": sliding[1], "use_sliding_window": True}
+    if sinks:
+        _add_sinks(tensors)
     writer = {
         "deepspec": _same,
+        "nemotron": _nemotron,
         "deepspec-dflash": _same,
         "nemo-dspark": _nemo_dspark,
         "z-lab": _zlab,
@@ -69,6 +73,28 @@ def _same(config: Config, tensors: Tensors, kind: str) -> Written:
 def _nemo_dspark(config: Config, tensors: Tensors, kind: str) -> Written:
     """A deep copy of the target's configuration as transformers 5 writes it, with DeepSpec's keys."""
     return {**config, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 28}, tensors
+
+
+def _nemotron(config: Config, tensors: Tensors, kind: str) -> Written:
+    """NVIDIA's: DeepSpec's name, mask first, and keys of vLLM in dflash_config. No embedding, no head."""
+    own = {key: config.pop(key) for key in ("mask_token_id", "target_layer_ids")}
+    nested = {"causal": True, "attention_sink_bias": True, "use_swa": True, "swa_window_size": 8}
+    config.pop("layer_types", None)
+    return {
+        **config,
+        "dspark_bonus_anchor": True,
+        "eagle_aux_hidden_state_layer_ids": [each + 1 for each in own["target_layer_ids"]],
+        "dflash_config": {**own, **nested, "sample_from_anchor": False},
+    }, without(tensors, *_SHARED)
+
+
+def _add_sinks(tensors: Tensors) -> None:
+    """One logit for each head of each layer, large enough to be seen."""
+    random = np.random.default_rng(5)
+    for name in [each for each in tensors if each.endswith("q_proj.weight")]:
+        at = name.removesuffix("q_proj.weight")
+        heads = len(tensors[name]) // len(tensors[f"{at}q_norm.weight"])
+        tensors[f"{at}attention_sink_bias"] = (1 + random.standard_normal(heads)).astype(np.float32)
 
 
 def _zlab(config: Config, tensors: Tensors, kind: str) -> Written:

@@ -44,7 +44,7 @@ def write_eagle3(
     config = {key: value for key, value in config.items() if key not in _BLOCK_KEYS}
     tensors = _layer_tensors(load_file(folder / "model.safetensors"), count, tap_norm, np.random.default_rng(seed + 1))
     config["target_layer_ids"] = None if layer_ids is None else list(layer_ids)
-    writer = {"deepspec": _deepspec, "community": _community, "speculators": _speculators}[dialect]
+    writer = {"deepspec": _deepspec, "community": _community, "speculators": _speculators, "dart": _dart}[dialect]
     config, tensors = writer(config, tensors)
     if tap_norm != "none":
         config["fc_norm" if tap_norm == "each" else "norm_before_fc"] = True
@@ -93,6 +93,16 @@ def _community(config: Config, tensors: Tensors) -> Written:
         for name, tensor in tensors.items()
         if not name.endswith(("q_norm.weight", "k_norm.weight"))
     }
+
+
+def _dart(config: Config, tensors: Tensors) -> Written:
+    """A community drafter with a vector for masks. The buffers of a whole vocabulary are left at zero."""
+    config, tensors = _community(config, tensors)
+    hidden, vocab_size = len(tensors["norm.weight"]), config["vocab_size"]
+    tensors["midlayer.mask_rep"] = np.random.default_rng(9).standard_normal(2 * hidden).astype(np.float32)
+    tensors |= {"d2t": np.zeros(vocab_size, np.int64), "t2d": np.zeros(vocab_size, np.bool_)}
+    config |= {"architectures": ["LlamaForCausalLMDart"], "draft_length": 4, "draft_vocab_size": vocab_size}
+    return {key: each for key, each in config.items() if key != "eagle_config"}, tensors
 
 
 def _speculators(config: Config, tensors: Tensors) -> Written:

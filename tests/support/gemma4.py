@@ -154,6 +154,26 @@ def write_gemma_drafter(
     return folder
 
 
+def write_gemma_eagle3(folder: Path, target: Path, *, taps: tuple[int, ...] = (0, 1, 3), **more: Any) -> Path:
+    """A `Gemma4Eagle3Model`: one layer made like the target's full ones, whose projections read embedding and feature
+    side by side. `more`: options of `write_gemma_drafter`."""
+    own = {"ttt_length": more.pop("ttt_length", 5), "step_loss_decay": 0.8, "draft_num_hidden_layers": 1}
+    write_gemma_drafter(folder, target, taps=taps, layers=1, markov_rank=0, confidence=False, **more)
+    config = json.loads((folder / "config.json").read_text())
+    not_its = ("block_size", "mask_token_id", "num_anchors", "markov_rank", "enable_confidence_head")
+    config = {key: value for key, value in config.items() if key not in not_its}
+    config |= own | {"architectures": ["Gemma4Eagle3Model"], "target_model_name_or_path": "google/gemma-4-12B-it"}
+    tensors, random = load_file(folder / "model.safetensors"), np.random.default_rng(7)
+    for name in [each for each in tensors if each.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))]:
+        second = random.standard_normal(tensors[name].shape) / tensors[name].shape[1] ** 0.5
+        tensors[name] = np.concatenate([tensors[name], second.astype(np.float32)], axis=1)
+    tensors["layers.0.hidden_norm.weight"] = tensors.pop("hidden_norm.weight")
+    (folder / "config.json").write_text(json.dumps(config, indent=2))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)
+    return folder
+
+
 def _drafter_tensors(config: dict[str, Any], num_taps: int, seed: int) -> dict[str, NDArray[np.float32]]:
     random = np.random.default_rng(seed)
     hidden, head_dim, rank = config["hidden_size"], config["global_head_dim"], config["markov_rank"]

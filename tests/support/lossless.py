@@ -78,13 +78,15 @@ def sample(
     fused: bool = False,
     lookup: LookupAcceptance | None = None,
     has_drafter: bool = True,
+    keeps_trajectories: bool = False,
     at_once: bool = False,
 ) -> list[tuple[int, ...]]:
     """Outputs of `num_samples` requests with seeds 0, 1, 2 …, among others that only make rows and loads change.
 
     duplicates: every request has a second one of the same seed, prompt and length beside it, whose output is not
     counted. fused: a step engine drafts, selects and verifies. at_once: an engine accepts, all slots in one call.
-    lookup: drafts may be copied from a request's own text.
+    lookup: drafts may be copied from a request's own text; keeps_trajectories: and be taken from what the target said
+    of rejected ones.
     """
     target = ToyTarget(LANGUAGE, LIMITS)
     drafter = ToyDrafter(LANGUAGE, LIMITS, gamma=gamma, skill=skill, confidence=confidence, draft_vocab=draft_vocab)
@@ -102,6 +104,7 @@ def sample(
         step_engine=step_engine,
         acceptance=acceptance,
         lookup=lookup,
+        keeps_trajectories=keeps_trajectories,
     )
     requests = []
     for seed in range(num_samples):

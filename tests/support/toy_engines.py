@@ -343,6 +343,7 @@ def make_loop(
     calibration: Calibration | None = None,
     lookup: LookupAcceptance | None = None,
     num_lookup_drafts: int = 4,
+    keeps_trajectories: bool = False,
     on_verified: OnVerified | None = None,
     prefix_cache: bool = False,
 ) -> DecodingLoop:
@@ -356,6 +357,7 @@ def make_loop(
         step_table=table,
         calibration=calibration or Calibration.from_temperatures([1.0] * num_slots),
         lookup=lookup,
+        keeps_trajectories=keeps_trajectories,
         on_verified=on_verified,
         eos_token_ids=eos_token_ids,
         decode=decode,

@@ -15,7 +15,7 @@ from dspark_trt.checkpoints.checks import check_tensors
 from dspark_trt.checkpoints.drafters.description import Description, DrafterConfig
 from dspark_trt.checkpoints.drafters.draft_ids import check_head, take_draft_ids
 from dspark_trt.checkpoints.drafters.shared import refuse_ambiguous_head, without_shared
-from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, drafter_shapes
+from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, SINK, drafter_shapes
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import SafetensorsStore, open_safetensors
 from dspark_trt.checkpoints.spec import (
@@ -30,6 +30,7 @@ from dspark_trt.errors import CheckpointError
 BlockReader = Callable[[dict[str, Any], str], Description]  # of one dialect: config.json's values, and where it stands
 _W1 = "markov_head.markov_w1.weight"
 _GATE, _JOINT = "markov_head.gate_proj.weight", "markov_head.joint_proj.weight"
+_MASK_EMBEDDING = "mask_embedding.pt"
 _CONFIDENCE, _CONFIDENCE_BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
 
 
@@ -50,7 +51,13 @@ def read_block_drafter(
     """
     where = str(folder / "config.json")
     description = reader(values, where)
+    if (folder / _MASK_EMBEDDING).exists():
+        raise CheckpointError(
+            f"{folder}: {_MASK_EMBEDDING}: the drafter has an embedding of its own for the mask token (Xiaomi's MiMo "
+            "DFlash), which is not supported; use a drafter whose masks are rows of the embedding"
+        )
     weights = open_safetensors(folder, rename=description.rename).without(description.copies_of_target)
+    _check_sinks(description, weights, where)
     refuse_quantised({}, weights.names(), str(folder))
     check_head(description.spec, weights.names(), where)
     draft_ids, weights = take_draft_ids(description.spec, weights, where)
@@ -60,6 +67,18 @@ def read_block_drafter(
     spec = _spec(description, weights, where)
     check_tensors(weights, drafter_shapes(spec), str(folder))
     return DrafterCheckpoint(spec, weights, draft_ids)
+
+
+def _check_sinks(description: Description, weights: SafetensorsStore, where: str) -> None:
+    """Raises CheckpointError where a layer has a sink and no key tells of it, or the other way round."""
+    spec, names = description.spec, weights.names()
+    for layer in range(spec.decoder.num_layers):
+        tensor, is_stated = SINK.format(layer), spec.attention_of(layer).has_sink
+        if is_stated != (tensor in names):
+            raise CheckpointError(
+                f"{where}: attention_sink_bias is {str(is_stated).lower()}, but tensor {tensor} is "
+                f"{'missing' if is_stated else 'there'}; correct the key or download the weights again"
+            )
 
 
 def _spec(description: Description, weights: SafetensorsStore, where: str) -> BlockDrafterSpec:

@@ -1,17 +1,18 @@
 """EAGLE-3 drafters in the forms of their trainers: what the keys mean, and the tensors under canonical names.
 
-DeepSpec (`Qwen3Eagle3Model`): target_layer_ids are layers whose outputs are tapped, the last one's normalised; queries
-and keys are normalised. Community (EAGLE, SpecForge, AngelSlim: `LlamaForCausalLMEagle3`, `Eagle3LlamaForCausalLM`, or
-`LlamaForCausalLM` with draft_vocab_size): eagle_config.eagle_aux_hidden_state_layer_ids are outputs, and the layer is
-called `midlayer`. speculators (speculators_model_type eagle3): the layer's configuration is nested, and
-eagle_aux_hidden_state_layer_ids count what goes into a layer.
+DeepSpec (`Qwen3Eagle3Model`, `Gemma4Eagle3Model`): target_layer_ids are layers whose outputs are tapped, the last one's
+normalised; queries and keys are normalised. Community (EAGLE, SpecForge, AngelSlim: `LlamaForCausalLMEagle3`,
+`Eagle3LlamaForCausalLM`, or `LlamaForCausalLM` with draft_vocab_size): eagle_config.eagle_aux_hidden_state_layer_ids
+are outputs, and the layer is called `midlayer`. DART (`draft_length`): the same with `midlayer.mask_rep`, a vector that
+stands for feature and embedding behind the last position (arXiv 2601.19278). speculators (speculators_model_type
+eagle3): the layer's configuration is nested, and eagle_aux_hidden_state_layer_ids count what goes into a layer.
 
-Where the community's form and speculators' name no layers, all their code takes the outputs of layers 1, n/2 - 1 and
+Where these forms but DeepSpec's name no layers, all their code takes the outputs of layers 1, n/2 - 1 and
 n - 4 of n. Two keys mean different things to different trainers and are refused where they would have to be guessed:
 norm_before_residual, whose absence speculators' code and vLLM's take for opposite values, and norm_output, which says
 that the head reads normalised features to SpecForge, and that the next step does to speculators.
 
-Source: the EAGLE-3 models of DeepSpec, EAGLE, SpecForge, AngelSlim, speculators, vLLM and SGLang.
+Source: the EAGLE-3 models of DeepSpec, EAGLE, SpecForge, AngelSlim, DART, speculators, vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -31,22 +32,34 @@ from dspark_trt.checkpoints.config import (
     parse,
     refuse_unsupported,
 )
-from dspark_trt.checkpoints.drafters.description import flattened, without
-from dspark_trt.checkpoints.drafters.draft_ids import check_head, take_draft_ids
+from dspark_trt.checkpoints.drafters.deepspec import gemma4_decoder
+from dspark_trt.checkpoints.drafters.draft_ids import T2D, check_head, take_draft_ids
+from dspark_trt.checkpoints.drafters.eagle3_forms import (
+    MAX_DRAFTS,
+    from_community,
+    from_dart,
+    from_speculators,
+    is_dart,
+)
 from dspark_trt.checkpoints.drafters.shared import refuse_ambiguous_head, without_shared
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD, drafter_shapes
 from dspark_trt.checkpoints.quantised import refuse_quantised
 from dspark_trt.checkpoints.safetensors_store import open_safetensors
-from dspark_trt.checkpoints.spec import DrafterCheckpoint, Eagle3Spec, Family, TargetCheckpoint, TargetSpec
+from dspark_trt.checkpoints.spec import (
+    DecoderSpec,
+    DrafterCheckpoint,
+    Eagle3Spec,
+    Family,
+    TargetCheckpoint,
+    TargetSpec,
+)
 from dspark_trt.errors import CheckpointError
 
 DEFAULT_NUM_DRAFTS = 7  # where neither option nor checkpoint names a number
-DEEPSPEC = "Qwen3Eagle3Model"
+DEEPSPEC, DEEPSPEC_GEMMA4 = "Qwen3Eagle3Model", "Gemma4Eagle3Model"
 _COMMUNITY = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-_IDS = "eagle_aux_hidden_state_layer_ids"
-_NESTED = "transformer_layer_config"
+_ARCHITECTURES = (DEEPSPEC, DEEPSPEC_GEMMA4, *_COMMUNITY)
 _COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")
-_MAX_DRAFTS = 64
 _HINTS = {
     "target_layer_ids": "it says which target layers the drafter was trained on, and no default is right for another "
     "drafter: take the value from the training configuration",
@@ -60,7 +73,7 @@ class Eagle3Config(DecoderConfig):
     num_target_layers: PositiveInt | None = None
     draft_vocab_size: PositiveInt | None = None
     target_hidden_size: PositiveInt | None = None
-    ttt_length: int | None = Field(default=None, ge=1, le=_MAX_DRAFTS)
+    ttt_length: int | None = Field(default=None, ge=1, le=MAX_DRAFTS)
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -79,9 +92,11 @@ def is_eagle3(values: Mapping[str, Any]) -> bool:
     """Whether a configuration is in one of the forms of this module."""
     if (kind := values.get("speculators_model_type")) is not None:
         return bool(kind == "eagle3")
+    if is_dart(values):
+        return True
     architectures = architectures_of(dict(values))
     is_bare = architectures == ["LlamaForCausalLM"] and values.get("draft_vocab_size") is not None
-    return is_bare or (len(architectures) == 1 and architectures[0] in (DEEPSPEC, *_COMMUNITY))
+    return is_bare or (len(architectures) == 1 and architectures[0] in _ARCHITECTURES)
 
 
 def read_eagle3_drafter(
@@ -91,6 +106,8 @@ def read_eagle3_drafter(
     where = str(folder / "config.json")
     description = describe_eagle3(values, where, target.spec, num_drafts)
     weights = open_safetensors(folder, rename=_canonical).without(_COPIES)
+    if description.spec.is_masked:  # whose code takes the target's embedding, and reads d2t alone
+        weights = weights.without((EMBEDDING, T2D))
     refuse_quantised({}, weights.names(), str(folder))
     check_head(description.spec, weights.names(), where)
     draft_ids, weights = take_draft_ids(description.spec, weights, where)
@@ -111,88 +128,31 @@ def describe_eagle3(
     Raises CheckpointError for missing, wrong, ambiguous and unsupported keys.
     """
     if values.get("speculators_model_type") is not None:
-        flat, family, proposed = _speculators(values, where)
+        flat, family, proposed = from_speculators(values, where)
         return _describe(flat, where, target, family, num_drafts or proposed, is_last_tap_normed=False)
+    if is_dart(values):
+        flat, num_drafts = from_dart(values, where, num_drafts)
+        description = _describe(flat, where, target, "llama", num_drafts, is_last_tap_normed=False)
+        return replace(description, spec=replace(description.spec, is_masked=True), is_head_tied=False)
     if architectures_of(values) == [DEEPSPEC]:
         return _describe(values, where, target, "qwen3", num_drafts, is_last_tap_normed=True, needs_ids=True)
-    return _describe(_community(values, where), where, target, "llama", num_drafts, is_last_tap_normed=False)
-
-
-def _community(values: dict[str, Any], where: str) -> dict[str, Any]:
-    if values.get("norm_output") is not None:
-        raise CheckpointError(
-            f"{where}: norm_output = {values['norm_output']!r}: to SpecForge it says that the head reads normalised "
-            "features, to speculators that the next step is fed them; remove the key if the drafter was trained as "
-            "EAGLE-3 is (normalised for the head, not for the next step), or write it down in the speculators form"
-        )
-    if values.get(_IDS) is not None:
-        raise CheckpointError(
-            f"{where}: {_IDS} at the top level: speculators' loaders count what goes into a layer, SpecForge and "
-            "SGLang count outputs; write the layers whose outputs were trained on under eagle_config"
-        )
-    flat = flattened(values, "eagle_config", where)
-    if flat.pop("use_aux_hidden_state", True) is not True:
-        raise CheckpointError(
-            f"{where}: eagle_config.use_aux_hidden_state is not true: that is EAGLE-1 with a head of EAGLE-3, which is "
-            "not supported"
-        )
-    ids = flat.pop(_IDS, None)
-    return flat if ids is None else {**flat, "target_layer_ids": ids}
-
-
-def _speculators(values: dict[str, Any], where: str) -> tuple[dict[str, Any], Family, int | None]:
-    """Keys of the layer at the top, its family, and the number of drafts that the export proposes."""
-    layer = values.get(_NESTED)
-    if not isinstance(layer, dict):
-        raise CheckpointError(
-            f"{where}: {_NESTED} is missing: it holds the sizes of the drafter's layer; download the file again"
-        )
-    if not isinstance(values.get("norm_before_residual"), bool):
-        raise CheckpointError(
-            f"{where}: norm_before_residual: expected true or false, found {values.get('norm_before_residual')!r}: it "
-            "says where the residual stream starts, and loaders take its absence for opposite values; take it from the "
-            "training configuration"
-        )
-    families: dict[Any, Family] = {"llama": "llama", "qwen3": "qwen3"}
-    model_type = layer.get("model_type")
-    if not isinstance(model_type, str) or model_type not in families:
-        raise CheckpointError(f"{where}: {_NESTED}.model_type: expected llama or qwen3, found {model_type!r}")
-    own = {key: values[key] for key in _SPECULATORS_KEYS if values.get(key) is not None}
-    flat = {**without(layer, "target_layer_ids", _IDS), **own}
-    ids = values.get(_IDS)
-    if isinstance(ids, list) and all(isinstance(each, int) for each in ids):
-        flat["target_layer_ids"] = [each - 1 for each in ids]  # what went into layer i is the output of i - 1
-    elif ids is not None:
-        raise CheckpointError(f"{where}: {_IDS}: expected a list of layer numbers, found {ids!r}; correct it")
-    try:
-        proposed = values["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-    except (KeyError, IndexError, TypeError):
-        proposed = None  # says nothing
-    is_usable = isinstance(proposed, int) and not isinstance(proposed, bool) and 1 <= proposed <= _MAX_DRAFTS
-    return flat, families[model_type], proposed if is_usable else None
-
-
-_SPECULATORS_KEYS = (
-    "draft_vocab_size",
-    "target_hidden_size",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "norm_output",
-)
+    if architectures_of(values) == [DEEPSPEC_GEMMA4]:
+        plain, layers = gemma4_decoder(values, where, DEEPSPEC_GEMMA4, is_causal=True)
+        return _describe(plain, where, target, layers, num_drafts, is_last_tap_normed=True, needs_ids=True)
+    return _describe(from_community(values, where), where, target, "llama", num_drafts, is_last_tap_normed=False)
 
 
 def _describe(
     flat: dict[str, Any],
     where: str,
     target: TargetSpec,
-    family: Family,
+    layers: Family | DecoderSpec,
     num_drafts: int | None,
     *,
     is_last_tap_normed: bool,
     needs_ids: bool = False,
 ) -> Eagle3Description:
-    """From keys at the top level, under the names of Eagle3Config."""
+    """From keys at the top level, under the names of Eagle3Config. layers: their family, or as they have been read."""
     refuse_unsupported(flat, where, is_causal=True)
     values = dict(flat)
     if values.get("target_layer_ids") is None and not needs_ids:
@@ -200,7 +160,7 @@ def _describe(
         values["target_layer_ids"] = [1, num_layers // 2 - 1, num_layers - 4]
     config = parse(Eagle3Config, values, where, _HINTS)
     _check(config, where)
-    decoder = decoder_spec(config, family, where)
+    decoder = layers if isinstance(layers, DecoderSpec) else decoder_spec(config, layers, where)
     if decoder.rope.rope_type == "default":
         # many say 2048, the length of the texts that they were trained on; plain rotation goes on behind it
         reach = max(decoder.max_position_embeddings, target.decoder.max_position_embeddings)

@@ -14,8 +14,9 @@ from dspark_trt.checkpoints.drafters.description import Description
 from dspark_trt.errors import CheckpointError
 
 _USE = (
-    "expected a block drafter (DSpark or DFlash) of DeepSpec, speculators, SpecForge, NeMo or z-lab, or an EAGLE-3 "
-    "drafter of DeepSpec, speculators, SpecForge, AngelSlim or EAGLE, for example deepseek-ai/dspark_qwen3_8b_block7"
+    "expected a block drafter (DSpark or DFlash) of DeepSpec, speculators, SpecForge, NeMo or z-lab, an EAGLE-3 "
+    "drafter of DeepSpec, speculators, SpecForge, AngelSlim or EAGLE, DART, PARD, Medusa or a small model, for "
+    "example deepseek-ai/dspark_qwen3_8b_block7"
 )
 _GEMMA4_TYPES = ("gemma4_text", "gemma4_unified_text")
 _SPECULATORS = {"dspark": speculators.read, "dflash": speculators.read}
@@ -60,12 +61,21 @@ def _other_format(values: dict[str, Any]) -> str | None:
         return "the Hydra format (heads that see the drafts before them)"
     if "pard_token" in values or "Pard" in architecture or str(kind).startswith("pard"):
         return f"a PARD form that is not read ({architecture}; expected a target family's, as LlamaForCausalLM)"
-    if "MTP" in architecture or str(kind) in ("mtp", "fast_mtp", "fastmtp"):
+    if "Assistant" in architecture or str(values.get("model_type")).endswith("_assistant"):
+        return (
+            f"the form of a Gemma 4 assistant ({architecture}), an MTP module that reads its target's keys and values"
+        )
+    if "MTP" in architecture or "NextN" in architecture or str(kind) in ("mtp", "fast_mtp", "fastmtp"):
         return f"the form of an MTP module ({architecture})"
+    has_modules = _number(values, "num_nextn_predict_layers") or _number(values, "mtp_num_hidden_layers")
+    if has_modules and architecture not in _ARCHITECTURES:  # a drafter's configuration may be a copy of its target's
+        return f"the form of a target with MTP modules inside ({architecture})"
     if kind is not None:
         return None if isinstance(kind, str) and kind in _SPECULATORS else f"the speculators format of type {kind!r}"
     if "speculators_config" in values or architecture.endswith("Speculator"):
         return "the speculators format without speculators_model_type, the key that says which drafter it is"
+    if "dspark_config" in values:
+        return "SGLang's form with dspark_config"
     if "DFlash2" in architecture or "selector_rank" in projector:
         return f"the DFlash2 format ({architecture})"
     if "Domino" in architecture or projector.get("projector_type") == "domino":
@@ -80,3 +90,8 @@ def _other_format(values: dict[str, Any]) -> str | None:
     if values.get("model_type") not in expected:
         return f"{architecture} with model_type {values.get('model_type')!r} (expected {expected[0]!r})"
     return None
+
+
+def _number(values: dict[str, Any], key: str) -> bool:
+    value = values.get(key)
+    return isinstance(value, int) and value > 0

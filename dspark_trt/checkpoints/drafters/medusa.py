@@ -33,8 +33,8 @@ from dspark_trt.checkpoints.spec import DrafterCheckpoint, MedusaSpec, TargetChe
 from dspark_trt.checkpoints.views import SelectedRows
 from dspark_trt.errors import CheckpointError
 
-_ARCHITECTURE = "MedusaModel"
-_TOKEN_MAP = "token_map"
+ARCHITECTURE = "MedusaModel"
+TOKEN_MAP = "token_map"
 _FIRST_BIAS = "heads.0.blocks.0.bias"
 _NAMES = (  # stored names of both forms -> canonical ones
     (re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)"), r"heads.\1.blocks.\2.\3"),
@@ -69,7 +69,7 @@ class _Description:
 def is_medusa(values: Mapping[str, Any]) -> bool:
     """Whether a configuration is in one of the forms of this module."""
     is_stated = values.get("medusa_num_heads") is not None or values.get("model_type") == "medusa"
-    return is_stated or architectures_of(dict(values)) == [_ARCHITECTURE]
+    return is_stated or architectures_of(dict(values)) == [ARCHITECTURE]
 
 
 def describe_medusa(values: dict[str, Any], where: str, target: TargetSpec, num_drafts: int | None) -> MedusaSpec:
@@ -98,7 +98,7 @@ def read_medusa(
             f"{'there' if has_bias else 'missing'}; correct the key or download the weights again"
         )
     token_map = _token_map(spec, weights, where)
-    weights = weights.without([_TOKEN_MAP, *(name for name in weights.names() if _head_number(name) >= spec.gamma)])
+    weights = weights.without([TOKEN_MAP, *(name for name in weights.names() if _head_number(name) >= spec.gamma)])
     if token_map is None:
         weights = without_shared(weights, target)
     spec = replace(spec, has_block_bias=has_bias, has_own_head=HEAD in weights.names())
@@ -144,7 +144,7 @@ def _describe(values: dict[str, Any], where: str, target: TargetSpec, num_drafts
 def _own_names(values: dict[str, Any]) -> dict[str, Any]:
     """vLLM's keys under Medusa's names."""
     own = dict(values)
-    if architectures_of(values) == [_ARCHITECTURE] or values.get("model_type") == "medusa":
+    if architectures_of(values) == [ARCHITECTURE] or values.get("model_type") == "medusa":
         for key, name in (("num_heads", "medusa_num_heads"), ("num_hidden_layers", "medusa_num_layers")):
             own.setdefault(name, own.get(key))
     return own
@@ -184,15 +184,15 @@ def _token_map(spec: MedusaSpec, weights: SafetensorsStore, where: str) -> NDArr
     size, vocab_size = spec.draft_vocab_size, spec.decoder.vocab_size
     if size is None:
         return None
-    if _TOKEN_MAP not in weights.names() or weights.info(_TOKEN_MAP).dtype not in ("I64", "I32"):
+    if TOKEN_MAP not in weights.names() or weights.info(TOKEN_MAP).dtype not in ("I64", "I32"):
         raise CheckpointError(
-            f"{where}: truncated_vocab_size = {size} of {vocab_size} ids, but there is no tensor {_TOKEN_MAP} of whole "
+            f"{where}: truncated_vocab_size = {size} of {vocab_size} ids, but there is no tensor {TOKEN_MAP} of whole "
             "numbers, which says which ids they are; download the weights again"
         )
-    ids = weights.integers(_TOKEN_MAP).astype(np.int64)
+    ids = weights.integers(TOKEN_MAP).astype(np.int64)
     if ids.shape != (size,) or len(np.unique(ids)) != size or ids.min() < 0 or ids.max() >= vocab_size:
         raise CheckpointError(
-            f"{where}: {_TOKEN_MAP}: expected {size} different ids below {vocab_size} (truncated_vocab_size), found "
+            f"{where}: {TOKEN_MAP}: expected {size} different ids below {vocab_size} (truncated_vocab_size), found "
             f"shape {list(ids.shape)} with ids from {ids.min()} to {ids.max()}; download the weights again"
         )
     return ids

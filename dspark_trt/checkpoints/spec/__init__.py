@@ -13,7 +13,8 @@ Canonical tensor names (no `model.` prefix, Hugging Face layout: Linear weights 
              layers.{i}.mlp.shared_expert.{gate,up,down}_proj.weight, layers.{i}.mlp.shared_expert_gate.weight [1, D]
     drafter  the same for its layers, plus fc.weight, hidden_norm.weight, markov_head.markov_w1.weight [V, r],
              markov_head.markov_w2.weight [V, r], markov_head.gate_proj.{weight,bias} (gated),
-             markov_head.joint_proj.{weight,bias} (rnn), confidence_head.proj.{weight,bias};
+             markov_head.joint_proj.{weight,bias} (rnn), confidence_head.proj.{weight,bias},
+             layers.{i}.self_attn.attention_sink_bias [N] where a layer has a sink;
              embed_tokens.weight and lm_head.weight only where they are the drafter's own; of a language model the
              names of a target; of Medusa heads.{i}.blocks.{j}.{weight,bias} and heads.{i}.lm_head.weight
 """
@@ -32,6 +33,7 @@ from dspark_trt.checkpoints.spec.decoder import (
 from dspark_trt.checkpoints.spec.drafters import (
     FAMILY_NAMES,
     PLAIN_ATTENTION,
+    SOURCES_OF_COPIES,
     BlockAttention,
     BlockDrafterSpec,
     DrafterBase,
@@ -55,6 +57,7 @@ from dspark_trt.checkpoints.spec.weights import (
 __all__ = [
     "FAMILY_NAMES",
     "PLAIN_ATTENTION",
+    "SOURCES_OF_COPIES",
     "BlockAttention",
     "BlockDrafterSpec",
     "DecoderSpec",

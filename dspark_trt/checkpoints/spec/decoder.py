@@ -7,7 +7,7 @@ from typing import Literal
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "proportional"]
 Family = Literal[  # of targets: `model_type`
-    "llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma4"
+    "llama", "qwen2", "qwen3", "mistral", "ministral", "phi3", "qwen2_moe", "qwen3_moe", "mixtral", "gemma4", "mimo"
 ]
 
 

@@ -19,6 +19,7 @@ class BlockAttention:
     is_causal: bool = False  # inside the block; otherwise every slot sees all slots
     window: int | None = None  # how far back; None: the whole context
     window_from: Literal["slot", "anchor"] = "slot"  # slot: `window` positions, its own counted; anchor: of the context
+    has_sink: bool = False  # each head has one more logit in its softmax, which no position stands for
 
 
 PLAIN_ATTENTION = BlockAttention()
@@ -109,13 +110,16 @@ class Eagle3Spec(DrafterBase):
     """An EAGLE-3 drafter: one decoder layer that drafts a token after the other (arXiv 2503.01840).
 
     The feature of position t is `fc` of its taps; the layer reads it together with the embedding of the token at t + 1.
-    Behind the last position the drafter's own output takes the place of the feature.
+    Behind the last position the drafter's own output takes the place of the feature; with masks (DART), one vector that
+    was trained for it takes the place of feature and embedding, and all drafts come from one pass.
     """
 
     kind: Literal["eagle3"] = "eagle3"
     is_residual_normed: bool = False  # norm_before_residual: the residual stream starts behind hidden_norm
     is_output_normed: bool = False  # norm_output: the next step is fed what the final norm makes of this one's output
     tap_norm: Literal["none", "each", "joint"] = "none"  # of the taps before fc: fc_norm, norm_before_fc
+    is_module: bool = False  # MTP: the tap is the feature; a matrix joins it to the embedding for a plain layer
+    is_masked: bool = False  # DART: behind the first slot stand masks, and no draft is read; the head's norm acts twice
 
     @property
     def ingested_ids(self) -> IngestedIds:
@@ -185,10 +189,13 @@ def a_drafter(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class NgramSpec:
-    """No checkpoint: drafts are copied from each request's own text (prompt lookup, n-gram drafts)."""
+    """No checkpoint: drafts are copied from each request's own text (prompt lookup, n-gram drafts).
 
-    gamma: int  # drafts copied at most
-    kind: Literal["ngram"] = "ngram"
+    lookahead: they are also taken from what the target predicted behind drafts that it rejected.
+    """
+
+    gamma: int  # drafts of a step at most
+    kind: Literal["ngram", "lookahead"] = "ngram"
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
@@ -199,4 +206,8 @@ class NgramSpec:
         return 0
 
 
+SOURCES_OF_COPIES: dict[str, str] = {  # by `kind`
+    "ngram": "copied from each request's own text",
+    "lookahead": "from each request's own text and from what the target said of rejected drafts",
+}
 DraftSource = DrafterSpec | NgramSpec  # what drafts: the content of checkpoints/drafter.json

@@ -7,6 +7,7 @@ Shape letters: `B` KV rows and `S` padded query length of a row group.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,3 +44,14 @@ def prefill_runs(
         if num_rows * int(query_lengths[part].max()) > max_padded_tokens:
             begins.append(at)
     return list(pairwise([*begins, len(rows)])) if len(rows) else []
+
+
+def padded(array: NDArray[Any], size: int) -> NDArray[Any]:
+    """Zeros behind, along the first axis."""
+    padding = np.zeros((size - len(array), *array.shape[1:]), array.dtype)
+    return np.concatenate([array, padding])
+
+
+def padded_with_last(array: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """The last value behind; to no less than there are."""
+    return np.pad(array, (0, max(size - len(array), 0)), mode="edge")

@@ -15,10 +15,12 @@ from dspark_trt_plugins.bundle import KernelBundle
 from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.contract.forms import acceptance_operation
 from dspark_trt.engines.device.acceptance import DeviceAcceptance, compiled_launch
+from dspark_trt.engines.device.blocks import DeviceDrafter
 from dspark_trt.engines.device.buffers import with_index
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import CudaGraphCapture
+from dspark_trt.engines.device.language_model import DeviceLanguageModelEngine
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.device.step import DeviceStepEngine
 from dspark_trt.engines.device.target import DeviceTargetEngine
@@ -29,7 +31,7 @@ class DeviceSessions:
     """One session for each graph of `bindings`, of `standard` attention."""
 
     target: DeviceSession
-    ingest: DeviceSession
+    ingest: DeviceSession | None  # None: a language model, whose one graph `draft` is
     draft: DeviceSession
     select: DeviceSession
 
@@ -39,7 +41,7 @@ class DeviceEngines:
     """Engines that share one device."""
 
     target: DeviceTargetEngine
-    drafter: DeviceDraftEngine
+    drafter: DeviceDrafter
     step: DeviceStepEngine
     acceptance: DeviceAcceptance | None  # None: without kernels for these sizes, where the runtime goes slot by slot
     synchronize: Callable[[], None]  # waits for everything that was enqueued; for time measurement
@@ -64,7 +66,11 @@ def open_device_engines(
     with torch_errors("opening the device"):
         capture = CudaGraphCapture(device) if device.type == "cuda" and use_cuda_graphs else None
     target = DeviceTargetEngine(sessions.target, target_dims, device, gamma=drafter_dims.gamma, capture=capture)
-    drafter = DeviceDraftEngine(sessions.ingest, sessions.draft, drafter_dims, device, capture=capture)
+    drafter: DeviceDrafter
+    if sessions.ingest is None:
+        drafter = DeviceLanguageModelEngine(sessions.draft, drafter_dims, device, capture=capture)
+    else:
+        drafter = DeviceDraftEngine(sessions.ingest, sessions.draft, drafter_dims, device, capture=capture)
     step = DeviceStepEngine(target, drafter, sessions.select, capture=capture)
     acceptance = _open_acceptance(target_dims, drafter_dims, device, acceptance_kernels)
 

@@ -84,8 +84,9 @@ class OnnxRuntimeTargetEngine:
         check_tokens(self.limits, len(token_ids))
         n = batch.num_decode
         num_decode_tokens = int(query[:n].sum())
-        decode = row_group(rows[:n], past[:n], query[:n])
-        prefill = row_group(rows[n:], past[n:], query[n:], first_token=num_decode_tokens)
+        least = self._dims.min_query_length
+        decode = row_group(rows[:n], past[:n], query[:n], min_query_length=least)
+        prefill = row_group(rows[n:], past[n:], query[n:], first_token=num_decode_tokens, min_query_length=least)
         num_tokens = min(self._padded_tokens(len(rows), len(token_ids)), self.limits.max_batch_tokens)
         padding = np.zeros(max(num_tokens - len(token_ids), 0), np.int64)
         inputs = {
@@ -99,6 +100,7 @@ class OnnxRuntimeTargetEngine:
         groups = dict(zip(bindings.TARGET_GROUPS, (decode, prefill), strict=True))
         for name, group in groups.items():
             inputs |= group_inputs(name, group)
+        inputs |= self._further_inputs()
         logits, taps = self._logits[: len(logit_rows)], self._taps[: len(token_ids) + len(padding)]
         outputs = {bindings.LOGITS: logits} | ({bindings.TAPS: taps} if self._dims.num_taps else {})
         key = (decode.first_row, decode.num_rows, prefill.first_row, prefill.num_rows)
@@ -107,6 +109,9 @@ class OnnxRuntimeTargetEngine:
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._pool.move_row(source, destination, num_positions)
+
+    def _further_inputs(self) -> dict[str, NDArray[np.float32]]:
+        return {}
 
     def _caches(self, groups: dict[str, RowGroup]) -> tuple[BoundArrays, BoundArrays]:
         arrays: dict[str, NDArray[np.floating]] = {}

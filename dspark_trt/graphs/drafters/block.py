@@ -52,7 +52,7 @@ class BlockGraphs:
             spec.decoder,
             parts.weights,
             numbers,
-            bits=parts.bits.drafter_layers,
+            parts.linears(builder),
             positions=bindings.POSITIONS,
             num_positions=dims.limits.max_seq_len,
         )
@@ -96,11 +96,11 @@ class BlockGraphs:
             spec.decoder,
             parts.weights,
             parts.numbers,
-            bits=parts.bits.drafter_layers,
+            parts.linears(builder),
             positions=positions,
             num_positions=dims.limits.max_seq_len + dims.block_length,
         )
-        attention = block_attention(builder, spec, dims, positions)
+        attention = block_attention(builder, spec, dims, positions, parts.weights)
         anchors = builder.op("Unsqueeze", bindings.ANCHOR_IDS, builder.vector(1))  # [R, 1]
         # the anchor, then masks
         is_anchor = builder.constant(np.arange(dims.block_length) == 0)

@@ -39,8 +39,9 @@ from dspark_trt.steptable.table import StepTable
 )
 def test_options_of_a_drafter_that_is_a_model_are_refused(given: dict[str, Any]) -> None:
     (name,) = given
-    with pytest.raises(RecipeError, match=rf"^{name}: .* means nothing to drafter ngram.*; leave --.* out$"):
-        check_recipe(BuildRecipe(target="t", drafter="ngram", **given))
+    for drafter in ("ngram", "lookahead"):
+        with pytest.raises(RecipeError, match=rf"^{name}: .* means nothing to drafter {drafter}.*; leave --.* out$"):
+            check_recipe(BuildRecipe(target="t", drafter=drafter, **given))
 
 
 def test_length_of_lookups_is_refused_beside_a_model_and_out_of_range() -> None:

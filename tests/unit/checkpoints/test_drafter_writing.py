@@ -115,7 +115,7 @@ def test_what_a_form_cannot_hold_is_refused_and_leaves_nothing(
 
 
 def test_wrong_options_of_convert_are_refused(tmp_path: Path, target_folder: Path) -> None:
-    with pytest.raises(RecipeError, match="--to: expected deepspec or speculators, found 'gguf'"):
+    with pytest.raises(RecipeError, match="--to: expected one of deepspec, speculators, medusa, vllm, found 'gguf'"):
         convert(tmp_path, target_folder, "gguf", tmp_path / "converted")
     with pytest.raises(RecipeError, match=r"--output: .* is there already"):
         convert(tmp_path, target_folder, "deepspec", tmp_path)

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from dspark_trt.checkpoints.drafter import read_drafter, read_drafter_spec
-from dspark_trt.checkpoints.drafters.writing import write_drafter
 from dspark_trt.checkpoints.pairing import check_pairing
 from dspark_trt.checkpoints.spec import Eagle3Spec, TargetCheckpoint
 from dspark_trt.checkpoints.spec_json import drafter_spec_from_json, spec_to_json
@@ -38,6 +37,8 @@ FACTS: dict[str, tuple[str, dict[str, Any], tuple[Any, ...]]] = {
         {"extra": {"architectures": ["LlamaForCausalLM"]}, "draft_ids": DRAFT_IDS, "layer_ids": None},
         (7, (1, 3, 4), False, False),
     ),
+    "DART": ("dart", {"layer_ids": None}, (5, (1, 3, 4), False, False)),
+    "DART, fewer ids": ("dart", {"layer_ids": None, "draft_ids": DRAFT_IDS}, (5, (1, 3, 4), False, False)),
     "speculators": ("speculators", {"layer_ids": (0, 4, 8)}, (3, (-1, 3, 7), False, True)),
     "speculators, default layers": ("speculators", {"layer_ids": None}, (3, (1, 3, 4), False, True)),
 }
@@ -65,7 +66,8 @@ def test_a_form_means_what_its_trainer_does(
     assert isinstance(spec, Eagle3Spec)
     assert (spec.gamma, spec.target_layer_ids, spec.is_last_tap_normed, spec.decoder.has_qk_norm) == meaning
     assert spec.is_residual_normed == (dialect == "speculators")
-    assert (spec.has_own_embedding, spec.has_own_head) == (True, True)
+    assert (spec.has_own_embedding, spec.has_own_head) == (dialect != "dart", True)  # DART's code takes the target's
+    assert spec.is_masked == (dialect == "dart")
     if "draft_ids" in options:
         assert spec.draft_vocab_size == len(DRAFT_IDS)
         np.testing.assert_array_equal(drafter.draft_ids, DRAFT_IDS)
@@ -96,6 +98,15 @@ def test_what_equals_the_target_is_the_targets(tmp_path: Path, target_folder: Pa
     assert (spec.has_own_embedding, spec.has_own_head) == (False, False)
 
 
+def test_more_drafts_than_dart_was_trained_for_are_refused(
+    tmp_path: Path, target_folder: Path, target: TargetCheckpoint
+) -> None:
+    folder = write_eagle3(tmp_path, target_folder, "dart", layer_ids=None)
+    assert read_drafter(str(folder), target, num_drafts=2).spec.gamma == 2
+    with pytest.raises(CheckpointError, match=r"num_drafts: 6 drafts of a DART drafter that was trained for 5"):
+        read_drafter(str(folder), target, num_drafts=6)
+
+
 @pytest.mark.parametrize("tap_norm", ["each", "joint"])
 def test_norms_of_taps_are_read(tap_norm: str, tmp_path: Path, target_folder: Path, target: TargetCheckpoint) -> None:
     folder = write_eagle3(tmp_path, target_folder, "speculators", tap_norm=tap_norm, extra={"norm_output": True})
@@ -122,7 +133,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "other layer": ("speculators", {"transformer_layer_config": {"model_type": "gpt_oss"}}, r"model_type.*'gpt_oss'"),
     "window": ("deepspec", {"layer_types": ["sliding_attention"]}, r"sliding window is not implemented"),
     "no drafts": ("deepspec", {"ttt_length": 0}, r"ttt_length"),
-    "Gemma 4": ("deepspec", {"architectures": ["Gemma4Eagle3Model"]}, r"Gemma4Eagle3Model.*not supported"),
+    "DART without masks": ("dart", {"draft_length": None}, r"draft_length: expected the number of masks .* found None"),
+    "DART of odd masks": ("dart", {"draft_length": True}, r"draft_length: expected .* found True"),
     "P-EAGLE": ("speculators", {"speculators_model_type": "peagle"}, r"P-EAGLE.*not supported"),
     "EAGLE-1 of speculators": ("speculators", {"speculators_model_type": "eagle"}, r"EAGLE-1 or 2.*not supported"),
 }
@@ -138,12 +150,6 @@ def test_what_is_ambiguous_or_unknown_is_refused_by_its_key(
         read_drafter(str(folder), target)
     with pytest.raises(CheckpointError, match=message):
         read_drafter_spec(str(folder), target.spec)
-
-
-def test_convert_refuses_it_by_name(tmp_path: Path, target_folder: Path, target: TargetCheckpoint) -> None:
-    drafter = read_drafter(str(write_eagle3(tmp_path / "drafter", target_folder, "deepspec")), target)
-    with pytest.raises(CheckpointError, match=r"convert is for block drafters .*found an EAGLE-3 drafter"):
-        write_drafter(drafter, target, tmp_path, "deepspec", "target")
 
 
 def test_a_tensor_too_many_or_too_few_is_named(tmp_path: Path, target_folder: Path, target: TargetCheckpoint) -> None:

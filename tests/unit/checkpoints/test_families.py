@@ -95,5 +95,9 @@ def test_biases_are_those_of_the_family_whatever_other_families_call_them(
 def test_every_family_has_its_architecture_from_transformers() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    of_checkpoints = {"mimo"}  # whose code comes with them
     for family, facts in FAMILIES.items():
+        if family in of_checkpoints:
+            assert family not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            continue
         assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family] == facts.architecture

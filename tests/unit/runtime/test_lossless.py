@@ -102,6 +102,18 @@ def test_drafts_copied_from_the_text_without_a_drafter(mode: str) -> None:
     assert_lossless(CONFIGS[mode], SAMPLED, table=FLAT, lookup=UNMEASURED_LOOKUP, has_drafter=False)
 
 
+@pytest.mark.parametrize("mode", ["fixed", "early_stop", "lagged_budget"])
+def test_drafts_of_trajectories(mode: str) -> None:
+    """What was predicted behind a rejected draft is drafted again: as a function of the past, it biases nothing."""
+    options = {"lookup": UNMEASURED_LOOKUP, "has_drafter": False, "keeps_trajectories": True}
+    assert_lossless(CONFIGS[mode], SAMPLED, table=FLAT, **options)
+
+
+def test_drafts_of_trajectories_under_processors() -> None:
+    options = {"lookup": UNMEASURED_LOOKUP, "has_drafter": False, "keeps_trajectories": True}
+    assert_lossless(CONFIGS["early_stop"], PROCESSED, table=FLAT, eos=(0,), **options)
+
+
 PROCESSED = {
     "temperature": 1.3,
     "max_tokens": 4,

@@ -13,7 +13,7 @@ from dspark_trt_plugins.registry import check_kernels, operations_in
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims_from_metadata, target_dims_from_metadata
-from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, MODEL_GRAPHS, Profile, graph_profiles
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import get_logger
 from dspark_trt.machine.packages import TRITON_FIX
@@ -30,19 +30,25 @@ class OpenedGraphs:
     target: TargetDims
     drafter: DrafterDims
 
+    def profiles(self, graph: str) -> tuple[Profile, ...]:
+        """That a graph is compiled with."""
+        return graph_profiles(graph, self.target.limits, self.drafter.gamma, num_masks=self.drafter.num_masks)
+
 
 def open_graphs(folder: Path) -> OpenedGraphs:
     """Raises EngineBuildError when a graph is missing, not one of ours, or not made for TensorRT."""
     models = {}
-    for graph in GRAPHS:
+    is_model = (folder / bindings.MODEL_GRAPH).is_file()
+    for graph in MODEL_GRAPHS if is_model else GRAPHS:
         path = folder / graph
         if not path.is_file():
             raise EngineBuildError(f"{path} does not exist; run `dspark-trt build` again")
         models[graph] = onnx.load(path, load_external_data=False)
     metadata = {graph: metadata_of(model) for graph, model in models.items()}
     target = target_dims_from_metadata(metadata[bindings.TARGET_GRAPH], str(folder / bindings.TARGET_GRAPH))
-    drafter = drafter_dims_from_metadata(metadata[bindings.DRAFT_GRAPH], str(folder / bindings.DRAFT_GRAPH))
-    for graph, dims in ((bindings.TARGET_GRAPH, target), (bindings.DRAFT_GRAPH, drafter)):
+    drafting = bindings.MODEL_GRAPH if is_model else bindings.DRAFT_GRAPH
+    drafter = drafter_dims_from_metadata(metadata[drafting], str(folder / drafting))
+    for graph, dims in ((bindings.TARGET_GRAPH, target), (drafting, drafter)):
         if dims.attention != "standard" or dims.element_type == "float32":
             raise EngineBuildError(
                 f"{folder / graph}: expected `standard` attention in bf16 or fp16, which is what TensorRT compiles, "

@@ -18,11 +18,14 @@ from dspark_trt_plugins.operation import next_power_of_2
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.draft_bindings import draft_inputs
+from dspark_trt.contract.model_bindings import model_inputs
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.select_bindings import select_inputs
 from dspark_trt.errors import EngineBuildError
 
 GRAPHS = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
+MODEL_GRAPHS = (bindings.TARGET_GRAPH, bindings.MODEL_GRAPH, bindings.SELECT_GRAPH)  # where a language model drafts
 Shape = tuple[int, ...]
 ShapeRange = tuple[Shape, Shape]  # smallest and largest
 PREFILL_STEP = 8  # how many times more rows the next profile of prompt chunks has
@@ -58,23 +61,27 @@ class Profile:
 
 
 def graph_inputs(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[bindings.Binding, ...]:
-    """The input bindings of one of GRAPHS."""
+    """The input bindings of one of GRAPHS or MODEL_GRAPHS."""
     if graph == bindings.TARGET_GRAPH:
         return bindings.target_inputs(target)
     drafter_inputs = {
         bindings.INGEST_GRAPH: bindings.ingest_inputs,
-        bindings.DRAFT_GRAPH: bindings.draft_inputs,
+        bindings.DRAFT_GRAPH: draft_inputs,
+        bindings.MODEL_GRAPH: model_inputs,
         bindings.SELECT_GRAPH: select_inputs,
     }
     return drafter_inputs[graph](drafter)
 
 
-def graph_profiles(graph: str, limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
-    """The profiles of one of GRAPHS, the tightest first, those of prompt chunks last and by rising rows.
+def graph_profiles(graph: str, limits: EngineLimits, gamma: int, *, num_masks: int = 0) -> tuple[Profile, ...]:
+    """The profiles of one of GRAPHS or MODEL_GRAPHS, the tightest first, those of prompt chunks last and by rising
+    rows. `num_masks`: behind each anchor of a language model's block.
 
     The runtime pads within the limits (device/buckets): tokens never exceed max_batch_tokens, nor requests and rows
     max_requests.
     """
+    if graph == bindings.MODEL_GRAPH:
+        return _model(limits, gamma, num_masks)
     return {
         bindings.TARGET_GRAPH: _target,
         bindings.INGEST_GRAPH: _ingest,
@@ -177,6 +184,27 @@ def _ingest(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
 
 def _draft(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     return (Profile("draft", {"R": _rows(limits), f"B_{bindings.CONTEXT}": _rows(limits)}),)
+
+
+def _model(limits: EngineLimits, gamma: int, num_masks: int) -> tuple[Profile, ...]:
+    """A draft behind another one; the first pass of a block, which reads what was committed, or that alone; prompts."""
+    rows, one = _rows(limits), _exactly(1)
+    group = f"B_{bindings.CONTEXT}", f"S_{bindings.CONTEXT}"
+    longest, drafted = gamma + 2 + num_masks, 1 + num_masks
+    block = {
+        "T": _up_to(limits.max_requests * longest, rows.usual * (drafted + 1)),
+        "L": _up_to(limits.max_requests * drafted, rows.usual * drafted),
+        group[0]: rows,
+        group[1]: ExtentRange(1, longest, longest),
+    }
+    return (
+        *(() if num_masks else (Profile("slot", {"T": rows, "L": rows, group[0]: rows, group[1]: one}),)),
+        Profile("block", block),
+        *(
+            Profile(f"prefill {most}", {"T": _chunk(limits), "L": one, group[0]: chunk[0], group[1]: chunk[1]})
+            for most, chunk in _prefill(limits)
+        ),
+    )
 
 
 def _select(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:

@@ -16,8 +16,9 @@ from dspark_trt_plugins.operation import workspace_offsets
 from dspark_trt_plugins.registry import operations_in
 from dspark_trt_plugins.row_attention.launches import RowAttentionOperation
 
+from dspark_trt.checkpoints.layout import EXPERTS_UP, SINK
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.dims import MASK_SCOPE, NATIVE_HEAD_DIMS, DrafterDims, TargetDims
 from dspark_trt.engines.tensorrt.compiler.profiles import Profile
 from dspark_trt.errors import EngineBuildError
 
@@ -26,12 +27,13 @@ MOST_ELEMENTS = 2**31 - 1  # of one tensor, whose elements TensorRT counts with 
 _PRODUCTS_BYTES = 32 << 20  # of the compiler's own matrix products: 8 to 16 MB were seen for each graph
 _WIDE_TENSORS = 3  # [T, F] that live at once: gate, up and their product
 _HIDDEN_TENSORS = 4  # [T, D]
+_SCORE_BYTES = 8  # of a query and a position: a mask or scores, and what comes of them
 
 
 def scratch_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, profile: Profile) -> int:
     """Scratch memory of one profile of a graph with plugins."""
     size, extents = ELEMENT_BYTES[dims.element_type], {name: each.largest for name, each in profile.extents.items()}
-    blocks = extents.get("R", 0) * (dims.block_length if isinstance(dims, DrafterDims) else 0)
+    blocks = extents.get("R", 0) * (_slots(dims) if isinstance(dims, DrafterDims) else 0)
     num_tokens = extents.get("T", blocks)
     widths = _widths(model)
     normed = num_tokens * dims.hidden_size * ELEMENT_BYTES["float32"]
@@ -40,7 +42,8 @@ def scratch_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, profil
     logits = extents.get("L", blocks) * dims.vocab_size * size if dims.vocab_size in widths else 0
     padded = sum(prod(shape) for shape in _padded(model, dims, extents)) * size
     workspace = max((_workspace(operation, extents) for operation in operations_in(model)), default=0)
-    return rows + logits + padded + workspace + _PRODUCTS_BYTES
+    masked, experts = _masked_bytes(model, dims, extents), _expert_bytes(model, num_tokens, size)
+    return rows + logits + padded + workspace + masked + experts + _PRODUCTS_BYTES
 
 
 def check_elements(
@@ -78,13 +81,61 @@ def _padded(
     """Queries and their answers, and new keys and values, of every row group: [B, heads, S, H]."""
     groups = [name.removeprefix("B_") for name in extents if name.startswith("B_")]
     heads = [each.form.num_heads for each in operations_in(model) if isinstance(each, RowAttentionOperation)]
-    slots = dims.block_length if isinstance(dims, DrafterDims) else 1
+    slots = _slots(dims) if isinstance(dims, DrafterDims) else 1
+    if not dims.cache.num_layers:
+        return
     for group in groups:
         rows, length = extents[f"B_{group}"], extents.get(f"S_{group}", slots)
         for count in (*[max(heads)] * 2, *[dims.cache.num_kv_heads] * 2) if heads else [dims.cache.num_kv_heads] * 2:
             yield rows, count, length, dims.cache.head_dim
 
 
+def _masked_bytes(model: onnx.ModelProto, dims: TargetDims | DrafterDims, extents: dict[str, int]) -> int:
+    """Attention under a mask over whole rows: TensorRT copies keys and values of a layer, and makes the mask for all
+    queries of a KV head. Products of matrices copy keys as float32, and have the scores besides."""
+    if not any(f"{MASK_SCOPE}/" in node.name for node in model.graph.node):
+        return 0
+    size, num_bytes = ELEMENT_BYTES[dims.element_type], 0
+    has_sinks = any(tensor.name.endswith(SINK.removeprefix("layers.{}")) for tensor in model.graph.initializer)
+    rotated = max(_int_attribute(node, "num_heads") for node in model.graph.node if node.op_type == "RotaryEmbedding")
+    for group in (name.removeprefix("B_") for name in extents if name.startswith("B_")):
+        rows, length = (
+            extents[f"B_{group}"],
+            extents.get(f"S_{group}", _slots(dims) if isinstance(dims, DrafterDims) else 1),
+        )
+        of_layers = []
+        for layer in range(dims.cache.num_layers):
+            num_kv_heads, capacity, head_dim = dims.cache.row_shape_of(layer)
+            is_product, num_heads = has_sinks or head_dim not in NATIVE_HEAD_DIMS, rotated - num_kv_heads
+            num_copied = num_heads if num_kv_heads == 1 and not is_product else num_kv_heads
+            copies = num_copied * capacity * head_dim * (size + (4 if is_product else size))
+            scores = _SCORE_BYTES * (num_heads if is_product else num_heads // num_kv_heads) * length * capacity
+            of_layers.append(rows * (copies + scores))
+        num_bytes += max(of_layers)
+    return num_bytes
+
+
+def _expert_bytes(model: onnx.ModelProto, num_tokens: int, size: int) -> int:
+    """Of a layer in the plain form, every expert for every token: gate and up, their product, and what leaves."""
+    stacks = {tensor.name: tensor.dims for tensor in model.graph.initializer if len(tensor.dims) == 3}
+    widths = [
+        num_experts * (outputs + outputs // 2 + inputs)
+        for name, (num_experts, outputs, inputs) in stacks.items()
+        if name.endswith(EXPERTS_UP)
+    ]
+    return max(widths, default=0) * num_tokens * size
+
+
+def _int_attribute(node: onnx.NodeProto, name: str) -> int:
+    return int(next(attribute.i for attribute in node.attribute if attribute.name == name))
+
+
+def _slots(dims: DrafterDims) -> int:
+    """Positions of a request in a call of the draft graph."""
+    return 1 if dims.is_slot_by_slot else dims.block_length
+
+
 def _workspace(operation: object, extents: dict[str, int]) -> int:
-    sizes = {"S": 0, "B": 0} | extents
+    draws = extents.get("L", 0)  # of a language model's pass: to MarkovHead each is a request
+    sizes = {"S": 0, "B": 0, "R": draws} | extents
     return workspace_offsets(operation.workspace, sizes)[1]  # type: ignore[attr-defined]
