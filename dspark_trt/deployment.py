@@ -112,6 +112,7 @@ def load_deployment(folder: Path, *, step_table: Path | None = None) -> Deployme
     checkpoints = folder / "checkpoints"
     table = table_for_here(folder, summary) if step_table is None else StepTable.load(step_table)
     engines = open_engines(folder, use_cuda_graphs=summary.recipe.uses_cuda_graphs)
+    engines.pad_calls(table.padded_tokens)
     source = read_draft_source(folder)
     calibration = load_calibration(folder / "calibration" / CALIBRATION_FILE, gamma=source.gamma)
     return Deployment(

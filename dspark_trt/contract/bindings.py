@@ -130,6 +130,10 @@ def cache_block_output(cache: str) -> str:
     return f"{cache}.block"
 
 
+def cache_context_output(cache: str) -> str:
+    return f"{cache}.context"
+
+
 def cache_slot_output(cache: str, slot: int) -> str:
     return f"{cache}.slot_{slot}"
 

@@ -96,6 +96,7 @@ class DrafterDims:
     is_sequential: bool = False  # a draft call writes the caches once for each slot, one after the other
     has_masks: bool = False  # of EAGLE-3's form (DART): no slot waits for a draft
     mask_token_id: int | None = None  # of a language model: all slots in one call, of masks behind the anchor
+    ingests_in_draft: bool = False  # a draft graph brings the context up itself, before it drafts
 
     @property
     def tap_width(self) -> int:
@@ -194,6 +195,7 @@ def drafter_dims(
         is_sequential=spec.is_sequential,
         has_masks=isinstance(spec, Eagle3Spec) and spec.is_masked,
         mask_token_id=spec.mask_token_id if isinstance(spec, LanguageModelSpec) else None,
+        ingests_in_draft=attention == "drafter" and isinstance(spec, BlockDrafterSpec),
     )
 
 

@@ -2,6 +2,7 @@
 
 | input | type, shape | meaning |
 |---|---|---|
+| taps, positions, rows | as of ingest | where the graph ingests (`DrafterDims`); rows within the range, T may be 0 |
 | anchor_ids | int64 [R] | |
 | temperatures, uniforms | float32 [R], [R, G] | |
 | past_lengths | int64 [R] | this and what follows, but for row_states: where there are caches |
@@ -15,6 +16,7 @@
 | draft_ids | int64 [R, G] |
 | draft_logits | float32 [R, G, W] |
 | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
+| {cache}.context | the same memory once more, between ingesting and writing the block, where the graph ingests |
 | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
 | {cache}.slot_{j} | the same instead of it, after each slot but the last, where slots are drafted in turn |
 | last_states | float [R, X]: where a call makes one slot, the state that the next slot starts from |
@@ -29,9 +31,11 @@ from dspark_trt.contract import bindings
 from dspark_trt.contract.bindings import (
     Binding,
     cache_block_output,
+    cache_context_output,
     cache_output,
     cache_slot_output,
     caches,
+    ingest_inputs,
     row_states,
 )
 from dspark_trt.contract.dims import DrafterDims
@@ -60,7 +64,9 @@ def _rows_of_blocks() -> tuple[Binding, ...]:
 
 
 def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
+    context = {bindings.TAPS, bindings.POSITIONS, bindings.ROWS} if dims.ingests_in_draft else set[str]()
     return (
+        *(binding for binding in ingest_inputs(dims) if binding.name in context),
         *_draws(dims.slots_of_call),
         *(_rows_of_blocks() if dims.cache.num_layers else ()),
         *row_states(bindings.ROW_STATES, dims),
@@ -74,7 +80,8 @@ def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
         return ()  # slots stay in the graph, which only reads the caches
     if dims.is_sequential and not dims.is_slot_by_slot:
         return (cache_output(cache), *(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1)))
-    return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
+    context = (cache_context_output(cache),) if dims.ingests_in_draft else ()
+    return (cache_output(cache), *context, *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
 
 
 def drafts(dims: DrafterDims, num_slots: int) -> tuple[Binding, ...]:

@@ -15,6 +15,7 @@ Queries and keys come to it rotated.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec
@@ -80,7 +81,8 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     A row verifies `gamma` drafts at most."""
     match dims.attention:
         case "gqa":
-            return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS)
+            is_same = dims.min_query_length > 1
+            return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS, is_same_in_any_step=is_same)
         case "standard":
             longest = {bindings.DECODE: gamma + 1, bindings.PREFILL: dims.limits.max_batch_tokens}
             return StandardCausalAttention(builder, spec, dims, longest)
@@ -125,11 +127,17 @@ def slot_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) 
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 
-def context_writer(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> ContextEmitter:
-    """For ingest: the drafter's context enters the cache."""
+def context_writer(
+    builder: GraphBuilder,
+    spec: DecoderSpec,
+    dims: DrafterDims,
+    *,
+    output: Callable[[str], str] = bindings.cache_output,
+) -> ContextEmitter:
+    """For ingest: the drafter's context enters the cache, which leaves as `output`."""
     match dims.attention:
         case "drafter":
-            return ScatterContext(builder, spec)
+            return ScatterContext(builder, spec, output=output)
         case "standard":
             return StandardContext(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")

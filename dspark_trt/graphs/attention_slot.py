@@ -19,12 +19,10 @@ from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims
 from dspark_trt.contract.drafter_form import LOWEST
-from dspark_trt.graphs.attention_gqa import score_attributes
-from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.grouped_query import grouped_query_attention, no_sink, scaled_queries
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
-
-_NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_length and query_seqlens
 
 
 class GqaSlots:
@@ -70,21 +68,24 @@ class _GqaSlot:
     def attend(self, layer: int, query_key: str, value: str) -> str:
         """[R, (N+K)*H], [R, K*H] -> [R, N*H]."""
         builder, spec = self.builder, self.spec
-        query, key = split_query_key(builder, spec, layer, query_key)
+        query, key = split_query_key(builder, spec, layer, scaled_queries(builder, spec, layer, query_key))
         names = [self._names(cache(bindings.CONTEXT, layer)) for cache in (bindings.key_cache, bindings.value_cache)]
-        attended, _, _ = builder.multi_op(
-            "GroupQueryAttention",
-            *(builder.op("Unsqueeze", _of_rows(builder, x), builder.vector(1)) for x in (query, key, value)),
-            *(source for source, _ in names),
+        query, key, value = (
+            builder.op("Unsqueeze", _of_rows(builder, x), builder.vector(1)) for x in (query, key, value)
+        )
+        attended, _, _ = grouped_query_attention(
+            builder,
+            query,
+            [source for source, _ in names],
             self.last_positions,
             self.longest,
-            *[""] * _NUM_UNUSED_INPUTS,
-            self.query_lengths,
-            outputs=(None, *(output for _, output in names)),
-            domain=CONTRIB_DOMAIN,
             num_heads=spec.num_heads,
-            kv_num_heads=spec.num_kv_heads,
-            **score_attributes(spec, layer),
+            num_kv_heads=spec.num_kv_heads,
+            outputs=(None, names[0][1], names[1][1]),
+            key=key,
+            value=value,
+            sink=no_sink(builder, spec.num_heads),
+            query_lengths=self.query_lengths,
         )
         return _of_requests(builder, spec, attended)
 

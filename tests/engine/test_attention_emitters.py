@@ -10,6 +10,7 @@ import pytest
 from onnx.reference import ReferenceEvaluator
 
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
+from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import drafter_dims, target_dims
 from dspark_trt.contract.draft_bindings import draft_inputs, draft_outputs
@@ -44,6 +45,28 @@ def test_gqa_and_standard_agree(checkpoints: tuple[TargetCheckpoint, DrafterChec
         np.testing.assert_allclose(output.logits, expected.logits, atol=1e-4, rtol=0)
         np.testing.assert_allclose(output.taps, expected.taps, atol=1e-4, rtol=0)
         rows.commit(step, rows.random_acceptance(step))
+
+
+def test_folded_heads_and_standard_agree_in_long_contexts(tmp_path: Path) -> None:
+    """Rows of unlike lengths, up to the last position; 17 tokens of four heads a KV head are too many to fold."""
+    target = read_target(write_target(tmp_path / "target", kv_heads=1, max_positions=1024))
+    gqa = open_target(target, tmp_path / "gqa", taps=TAPS, limits=LIMITS)
+    standard = open_target(target, tmp_path / "standard", taps=TAPS, limits=LIMITS, attention="standard")
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
+    steps = [([0, 2], [60, 4], 0), *[([0], [64], 0)] * 4, ([3], [9], 0)]
+    steps += [([2, 0, 3], [3, 6, 1], 3), ([0, 2], [1, 1], 2), ([0, 3], [2, 5], 2), ([0, 1, 3], [3, 7, 2], 2)]
+    steps += [([0, 2], [17, 2], 2), ([3, 0], [1, 8], 2), *[([0], [32], 0)] * 3, ([0, 2], [5, 6], 2), ([0], [4], 1)]
+    for at, lengths, num_decode in steps:
+        step = rows.step(at, lengths, num_decode=num_decode)
+        output, expected = gqa.forward(step.batch), standard.forward(step.batch)
+        np.testing.assert_allclose(output.logits, expected.logits, atol=1e-4, rtol=0)
+        np.testing.assert_allclose(output.taps, expected.taps, atol=1e-4, rtol=0)
+        rows.commit(
+            step, [max(length - 2, 1) if index < num_decode else length for index, length in enumerate(lengths)]
+        )
+    model = onnx.load(tmp_path / "gqa" / bindings.TARGET_GRAPH, load_external_data=False)
+    branches = [node for node in model.graph.node if node.op_type == "If"]
+    assert len(branches) == 1 + target.spec.decoder.num_layers, "one bias, and one choice a layer"
 
 
 def test_drafter_and_standard_agree(checkpoints: tuple[TargetCheckpoint, DrafterCheckpoint], tmp_path: Path) -> None:

@@ -102,9 +102,12 @@ class OnnxRuntimeDraftEngine:
 
     def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
         """Raises CapacityError when the batch exceeds the limits, EngineBuildError when ONNX Runtime fails."""
-        if ingest is not None:
-            self.ingest(ingest)
         rows, anchor_ids, past = int64(batch.rows, batch.anchor_ids, batch.past_lengths)
+        context: dict[str, NDArray[Any]] = {}
+        if self._dims.ingests_in_draft:
+            context = self._context(ingest)
+        elif ingest is not None:
+            self.ingest(ingest)
         check_rows(self.limits, rows, past + 1)
         wanted = batch.uniforms.shape[1]
         num_slots = wanted if self._dims.is_slot_by_slot else min(count for count in self._drafts if count >= wanted)
@@ -118,6 +121,7 @@ class OnnxRuntimeDraftEngine:
         inputs: dict[str, NDArray[Any]] = {
             bindings.ANCHOR_IDS: anchor_ids,
             bindings.TEMPERATURES: np.ascontiguousarray(batch.temperatures, np.float32),
+            **context,
         }
         if self._dims.row_state_width:
             inputs[bindings.ROW_STATES] = self._row_states[rows]
@@ -131,6 +135,17 @@ class OnnxRuntimeDraftEngine:
             None if logits is None else logits[:, :wanted],
             drafts[bindings.CONFIDENCE_LOGITS][:, :wanted],
         )
+
+    def _context(self, batch: IngestBatch | None) -> dict[str, NDArray[Any]]:
+        """What a draft graph takes in before it drafts, with rows of the whole pool; of no token without `batch`."""
+        if batch is None:
+            none = np.empty(0, np.int64)
+            taps = np.empty((0, self._dims.tap_width), self._dims.element_type)
+            return {bindings.TAPS: taps, bindings.POSITIONS: none, bindings.ROWS: none}
+        rows, past, query = int64(batch.rows, batch.past_lengths, batch.query_lengths)
+        check_rows(self.limits, rows, past + query)
+        places = {bindings.POSITIONS: positions(past, query), bindings.ROWS: np.repeat(rows, query)}
+        return self._ingested(batch) | places
 
     def _draft_in_turn(
         self,
@@ -158,9 +173,12 @@ class OnnxRuntimeDraftEngine:
         inputs: dict[str, NDArray[Any]],
         outputs: dict[str, NDArray[Any]],
     ) -> None:
-        """One call of the graph of num_slots."""
-        first_row = int(rows.min())
-        num_rows = int(rows.max()) - first_row + 1
+        """One call of the graph of num_slots, on the rows that draft or take something in."""
+        involved = np.concatenate([rows, inputs[bindings.ROWS]]) if bindings.ROWS in inputs else rows
+        first_row = int(involved.min())
+        num_rows = int(involved.max()) - first_row + 1
+        if bindings.ROWS in inputs:
+            inputs = inputs | {bindings.ROWS: inputs[bindings.ROWS] - first_row}
         row_requests, row_query_lengths = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
         row_requests[rows - first_row] = np.arange(len(rows))
         row_query_lengths[rows - first_row] = 1
