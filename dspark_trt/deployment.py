@@ -118,6 +118,7 @@ def load_deployment(folder: Path, *, step_table: Path | None = None) -> Deployme
         use_cuda_graphs=summary.recipe.uses_cuda_graphs,
         gpu_memory_utilization=summary.recipe.gpu_memory_utilization,
     )
+    engines.pad_calls(table.padded_tokens)
     source = read_draft_source(folder)
     calibration = load_calibration(folder / "calibration" / CALIBRATION_FILE, gamma=source.gamma)
     return Deployment(

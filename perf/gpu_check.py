@@ -92,6 +92,12 @@ PARTS = (
     Part("device costs", REPOSITORY / "perf" / "device_costs.py"),
     Part("plugins in TensorRT", TESTS / "test_plugins_in_tensorrt.py", needs_tensorrt=True),
     Part("TensorRT engines", TESTS / "test_tensorrt_engines.py", needs_tensorrt=True),
+    Part(
+        "families of drafters in TensorRT",
+        TESTS / "test_tensorrt_families.py",
+        modules=(*RUNTIME_MODULES, "transformers", "onnxruntime"),  # the oracles
+        needs_tensorrt=True,
+    ),
     Part("TensorRT steps", REPOSITORY / "perf" / "device_steps.py", ("--backend", _tensorrt()), needs_tensorrt=True),
 )
 

@@ -6,7 +6,7 @@ Nothing here reads a checkpoint, so a build that was moved without them can be c
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from dspark_trt.building.loops import UnpricedLoops
 from dspark_trt.calibration.file import CALIBRATION_FILE, CalibrationFile
 from dspark_trt.calibration.given import read_given
 from dspark_trt.calibration.prompts import Prompt, packaged_prompts
-from dspark_trt.calibration.run import MAX_TOKENS, calibrate
+from dspark_trt.calibration.record import Recorder
+from dspark_trt.calibration.run import MAX_TOKENS, calibrate, fit_recorded
 from dspark_trt.checkpoints.spec import NgramSpec
 from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
 from dspark_trt.engines.open import open_engines
@@ -55,36 +56,55 @@ def measure(
 ) -> CalibrationFile:
     """Decode the prompts with every draft verified, fit and measure (see calibration/run.py)."""
     build = context.output
-    engines = open_engines(
+    source = read_draft_source(build)
+    make_loop, codec = recording_loops(
         build,
         use_cuda_graphs=context.recipe.uses_cuda_graphs,
         gpu_memory_utilization=context.recipe.gpu_memory_utilization,
     )
-    codec = TextCodec.load(build / "checkpoints" / "tokenizer")
-    source = read_draft_source(build)
-    target = target_spec_from_json(json.loads((build / "checkpoints" / "target.json").read_text()))
-    keeps_trajectories = source.kind == "lookahead"
     return calibrate(
-        UnpricedLoops(
-            engines.target,
-            engines.drafter,
-            codec.decode,
-            target.eos_token_ids,
-            engines.acceptance,
-            engines.pages,
-            num_trajectory_drafts=source.gamma if keeps_trajectories else 0,
-        ),
+        make_loop,
         codec.encode_prompt,
         prompts,
         gamma=source.gamma,
         is_of_lookups=isinstance(source, NgramSpec),
-        keeps_trajectories=keeps_trajectories,
+        keeps_trajectories=source.kind == "lookahead",
         budget_s=budget_s,
         max_tokens=max_tokens,
         num_samples=num_samples,
         max_seq_len=context.limits.max_seq_len,
         progress=progress,
     )
+
+
+def fit_to(build: Path, recorder: Recorder, prompts: Sequence[Prompt], effort: Mapping[str, Any]) -> CalibrationFile:
+    """As `measure`, of what was recorded elsewhere on engines of this build."""
+    source = read_draft_source(build)
+    is_of_lookups = isinstance(source, NgramSpec)
+    return fit_recorded(recorder, prompts, gamma=source.gamma, effort=effort, is_of_lookups=is_of_lookups)
+
+
+def recording_loops(
+    build: Path, *, use_cuda_graphs: bool, gpu_memory_utilization: float
+) -> tuple[UnpricedLoops, TextCodec]:
+    """Loops over the engines of a build whose calibration is not there yet, and its tokenizer.
+
+    Raises as `open_engines`.
+    """
+    engines = open_engines(build, use_cuda_graphs=use_cuda_graphs, gpu_memory_utilization=gpu_memory_utilization)
+    codec = TextCodec.load(build / "checkpoints" / "tokenizer")
+    target = target_spec_from_json(json.loads((build / "checkpoints" / "target.json").read_text()))
+    source = read_draft_source(build)
+    loops = UnpricedLoops(
+        engines.target,
+        engines.drafter,
+        codec.decode,
+        target.eos_token_ids,
+        engines.acceptance,
+        engines.pages,
+        num_trajectory_drafts=source.gamma if source.kind == "lookahead" else 0,
+    )
+    return loops, codec
 
 
 def given_for(build: Path, path: Path, *, said_in: str = "calibration") -> CalibrationFile:

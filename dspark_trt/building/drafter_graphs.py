@@ -33,11 +33,12 @@ _NUM_TIMINGS = 5
 def write_drafter(context: Context, drafter: DrafterCheckpoint, folder: Path, progress: Progress) -> None:
     """The drafter's graphs beside target.onnx, and drafter_form.json, which says why they are in that form.
 
-    Only engines of ONNX Runtime in float32 leave a choice: on a device all slots of the whole vocabulary are drafted.
+    Only engines of ONNX Runtime leave a choice, beside a target of float32 or int8: on a device all slots of the whole
+    vocabulary are drafted.
     """
     recipe = context.recipe
     asked = Asked(recipe.draft_vocab, recipe.drafter_precision, recipe.markov_top_n)
-    if context.is_on_device or context.precision != "fp32":
+    if context.is_on_device or context.precision == "int4":
         form = DrafterForm(markov_top_n=recipe.markov_top_n or 0)
         _write(context, drafter, folder, form)
         _write_report(folder, form, [], drafter.spec.num_draft_ids)

@@ -9,7 +9,6 @@ from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.errors import RecipeError
 
 _OF_A_MODEL = ("drafter_revision", "num_drafts", "draft_vocab", "drafter_precision", "markov_top_n", "lookup")
-_ON_DEVICES = ("block",)  # families that engines of devices draft with
 _OF_LOOKUPS_ALONE = ("lookup_drafts",)
 
 
@@ -44,11 +43,6 @@ def check_family(recipe: BuildRecipe, drafter: DrafterSpec) -> None:
         raise RecipeError(
             f"num_drafts: {recipe.num_drafts} means nothing to {name}, whose block has {drafter.gamma} drafts as it "
             "was trained; leave --num-drafts out"
-        )
-    if recipe.backend != "onnxruntime" and drafter.kind not in _ON_DEVICES:
-        raise RecipeError(
-            f"backend: {name} is not compiled by {recipe.backend} yet; give --backend onnxruntime, or use a DSpark "
-            "or DFlash drafter"
         )
 
 

@@ -45,6 +45,7 @@ WEIGHT_BYTES: dict[Precision, float] = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "
 _COPY_BYTES_PER_S = 150e6  # read, hash, convert, write and hash again
 _READ_BYTES_PER_S = 8e9  # weights in a step
 _TIMED_STEPS = 600
+_CHOICE_BYTES = 5  # of a target's weight, on the disk while an int8 form is chosen: float32, and all of it in bytes
 _COMPILE_S_PER_BYTE = 36 / 419e6
 
 
@@ -161,6 +162,8 @@ def _sized(
     # engines hold the weights again, and a tied or shared head once more
     head = target.decoder.vocab_size * target.decoder.hidden_size * WEIGHT_BYTES[recipe.precision]
     disk_bytes = int((2 * weight_bytes + 2 * head) if is_on_device else weight_bytes + head)
+    if recipe.precision == "int8":
+        disk_bytes += sum(map(math.prod, target_shapes(target).values())) * _CHOICE_BYTES
     seconds = 10 + 3 * weight_bytes / _COPY_BYTES_PER_S + _TIMED_STEPS * weight_bytes / _READ_BYTES_PER_S
     return BuildPlan(
         recipe=recipe,

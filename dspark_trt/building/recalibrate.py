@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from dspark_trt.building.calibration_stage import given_for, measure
+from dspark_trt.building.calibration_stage import fit_to, given_for, measure
 from dspark_trt.building.context import Context
 from dspark_trt.building.renew import renew
 from dspark_trt.building.stages import STAGES
 from dspark_trt.calibration.file import CALIBRATION_FILE, CalibrationFile, load_calibration
 from dspark_trt.calibration.prompts import Prompt
+from dspark_trt.calibration.record import Recorder
 from dspark_trt.errors import ManifestError
 from dspark_trt.log import Progress
 
@@ -25,18 +26,23 @@ def recalibrate(
     budget_s: float,
     max_tokens: int,
     num_samples: int,
+    record: Callable[..., Recorder] | None = None,
     progress: Progress = lambda fraction: None,
 ) -> CalibrationFile:
     """Measure on `prompts` and put the result into the build, neutral where they give too few blocks.
 
-    Raises as `renew`.
+    record: called with `progress`, has them answered elsewhere, on engines of this build; None: here.
+
+    Raises as `renew`, and what `record` raises.
     """
+    effort = {"max_tokens": max_tokens, "num_samples": num_samples}
 
     def make(context: Context, report: Progress) -> CalibrationFile:
-        effort = {"max_tokens": max_tokens, "num_samples": num_samples}
-        return measure(context, prompts, budget_s=budget_s, progress=report, **effort)
+        if record is None:
+            return measure(context, prompts, budget_s=budget_s, progress=report, **effort)
+        return fit_to(folder, record(progress=report), prompts, {"budget_s": budget_s, **effort})
 
-    return _replace(folder, make, progress, is_measured=True)
+    return _replace(folder, make, progress, is_measured=record is None)
 
 
 def import_calibration(folder: Path, path: Path) -> CalibrationFile:

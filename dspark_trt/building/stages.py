@@ -16,14 +16,15 @@ from dspark_trt.building.drafter_graphs import write_drafter
 from dspark_trt.building.host_time import with_host_time
 from dspark_trt.building.interrupts import deferred_interrupt
 from dspark_trt.building.loops import UnpricedLoops
+from dspark_trt.building.target_form import write_target
 from dspark_trt.checkpoints.spec_json import read_draft_source
 from dspark_trt.engines.open import open_engines
 from dspark_trt.engines.settings import ENGINE_FILE, ENGINE_FOLDER
 from dspark_trt.errors import EnvironmentMissingError
 from dspark_trt.graphs.heads import check_top_n
 from dspark_trt.graphs.limits import check_limits
+from dspark_trt.graphs.quantize import largest_integer
 from dspark_trt.graphs.select import write_select_graph
-from dspark_trt.graphs.target import write_target_graph
 from dspark_trt.log import Progress
 from dspark_trt.machine import cpu
 from dspark_trt.machine.gpu import Gpu
@@ -54,27 +55,17 @@ class Stage:
 
 
 def _make_graphs(context: Context, folder: Path, progress: Progress) -> None:
-    target, drafter, precision = context.target, context.drafter, context.precision
-    limits, is_on_device = context.limits, context.is_on_device
+    drafter, limits, is_on_device = context.drafter, context.limits, context.is_on_device
     if drafter is not None:  # what does not fit it is said before the target's weights are written
         check_limits(limits, drafter.spec.decoder, gamma=drafter.spec.gamma, what="drafter")
         check_top_n(drafter.spec.num_draft_ids, context.recipe.markov_top_n or 0)
-    write_target_graph(
-        target,
-        folder,
-        taps=context.draft_source.target_layer_ids,
-        norm_last_tap=drafter is not None and drafter.spec.is_last_tap_normed,
-        limits=limits,
-        gamma=context.draft_source.gamma,
-        precision=precision,
-        attention="paged" if is_on_device else "gqa",
-    )
+    write_target(context, folder, lambda fraction: progress(0.3 * fraction))
     if drafter is None:
         return
     progress(0.3)
     write_drafter(context, drafter, folder, lambda fraction: progress(0.3 + 0.7 * fraction))
     if is_on_device:
-        write_select_graph(drafter.spec, folder, limits=limits, precision=precision)
+        write_select_graph(drafter.spec, folder, limits=limits, precision=context.precision)
 
 
 def _make_engines(context: Context, folder: Path, progress: Progress) -> None:
@@ -198,9 +189,10 @@ STAGES = (
         name="graphs",
         predecessors=("checkpoints",),
         # a graph's inputs and outputs are those of the contract, and the plugins write the bodies of its nodes;
-        # the drafter's form is chosen by code of this room
+        # the forms of target and drafter are chosen by code of this room
         packages=lambda context: (
             *("dspark_trt.graphs", "dspark_trt.contract", *NODES),
+            *(() if context.is_on_device else ("dspark_trt.building.target_*", "dspark_trt.building.activation_*")),
             *(
                 ()
                 if context.is_on_device or not context.recipe.has_drafter_model
@@ -214,6 +206,7 @@ STAGES = (
             "drafter_precision": context.recipe.drafter_precision,
             "markov_top_n": context.recipe.markov_top_n,
             "is_on_device": context.is_on_device,
+            "largest_integer": None if context.is_on_device else largest_integer(),
         },
         make=_make_graphs,
     ),

@@ -54,7 +54,13 @@ class Recorder:
 
     group_of: Callable[[str], int]  # prompt index of a request id
     rows: list[tuple[NDArray[Any], NDArray[Any], NDArray[Any], bool, int, int]] = field(default_factory=list)
-    answers: list[Answer] = field(default_factory=list)  # what was generated, finished or not
+    numbered_answers: list[tuple[int, Answer]] = field(default_factory=list)  # with the prompt; finished or not
+    unfinished: set[int] = field(default_factory=set)  # prompts whose answers were cut off by the end of the time
+
+    @property
+    def answers(self) -> list[Answer]:
+        """What was generated."""
+        return [answer for _, answer in self.numbered_answers]
 
     def on_verified(self, segments: Sequence[Segment], logits: Any, block: DraftBlock | None) -> None:
         """Labels of every block that was verified whole."""

@@ -32,7 +32,7 @@ def build(
     from dspark_trt.building.build import build as run_build
     from dspark_trt.building.plan import make_plan
     from dspark_trt.commands import report
-    from dspark_trt.commands.inspect import NUMERIC_NOTES
+    from dspark_trt.commands.inspect import numerics_of
 
     plan = make_plan(wanted, output)
     if dry_run:
@@ -49,5 +49,5 @@ def build(
         report.print_json({"output": str(output), **plan.as_json(), "stages": stages})
         return
     precision = plan.recipe.precision
-    numerics = None if precision == "fp32" else f"{precision}: {NUMERIC_NOTES[precision]}"
+    numerics = None if precision == "fp32" else f"{precision}: {numerics_of(output, precision)}"
     report.print_stages(results, output, numerics)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dspark_trt.commands.options import AsJson, BuildFolder, command, from_home
+from dspark_trt.commands.ray_options import RayAddress, RecordsFile, check_records
 from dspark_trt.errors import RecipeError
 
 SECONDS = 600.0
@@ -41,16 +43,20 @@ def calibrate(
             parser=from_home,
         ),
     ] = None,
+    ray: RayAddress = None,
+    records: RecordsFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Fit what turns confidences into probabilities: on more prompts and for longer than a build does, or by a file.
 
     The build's calibration is replaced when the new one is there. A server that runs keeps the one it started with.
     """
-    if import_file is not None and (prompts, seconds, max_tokens, samples) != (None,) * 4:
+    if import_file is not None and (prompts, seconds, max_tokens, samples, ray, records) != (None,) * 6:
         raise RecipeError(
-            "--import: nothing is recorded, so it goes without --prompts, --seconds, --max-tokens, --samples"
+            "--import: nothing is recorded, so it goes without --prompts, --seconds, --max-tokens, --samples, --ray, "
+            "--records"
         )
+    check_records(records, ray)
     budget_s, tokens, answers = seconds or SECONDS, max_tokens or MAX_TOKENS, samples or 1
     if seconds is not None and not 0 < seconds < float("inf"):
         raise RecipeError(f"--seconds: expected a number above 0, found {seconds}")
@@ -61,6 +67,7 @@ def calibrate(
     from dspark_trt.calibration.prompts import packaged_prompts, read_prompts
     from dspark_trt.commands import report
     from dspark_trt.commands.calibration_report import as_text, check_report_path, write_report
+    from dspark_trt.commands.ray_calibration import record_over_ray
 
     if report_file is not None:
         check_report_path(report_file)
@@ -68,13 +75,14 @@ def calibrate(
         found = import_calibration(folder, import_file)
     else:
         chosen = packaged_prompts() if prompts is None else read_prompts(prompts)
+        effort: dict[str, Any] = {"budget_s": budget_s, "max_tokens": tokens, "num_samples": answers}
+        record = None if ray is None else partial(record_over_ray, ray, folder, chosen, **effort, records=records)
         with report.Bars() as bars:
             found = recalibrate(
                 folder,
                 chosen,
-                budget_s=budget_s,
-                max_tokens=tokens,
-                num_samples=answers,
+                **effort,
+                record=record,
                 progress=lambda done: bars.update("calibrate", min(done, 1.0)),
             )
     if report_file is not None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from dspark_trt.commands.options import AsJson, BuildFolder, command, from_home
+from dspark_trt.commands.ray_options import RayAddress, RecordsFile, check_records
 from dspark_trt.errors import RecipeError
 
 
@@ -24,10 +25,8 @@ def evaluate(
     limit: Annotated[int, typer.Option(metavar="N", help="Prompts of each data set, at most.")] = 40,
     max_tokens: Annotated[int, typer.Option(help="Of an answer.")] = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
-    ray: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="HOST:PORT of a Ray cluster, or auto; DIR is at the same path on all."),
-    ] = None,
+    ray: RayAddress = None,
+    records: RecordsFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Mean accepted_len and conditional acceptance by position, every draft verified.
@@ -37,6 +36,7 @@ def evaluate(
     """
     if min(limit, max_tokens - 1) < 1:
         raise RecipeError("--limit: expected at least 1; --max-tokens: at least 2")
+    check_records(records, ray)
     from dspark_trt.commands import report
     from dspark_trt.commands.acceptance import evaluate_set, read_sets
     from dspark_trt.commands.ray_evaluation import evaluate_over_ray
@@ -47,7 +47,9 @@ def evaluate(
     found = []
     with report.Bars() as bars:
         if ray is not None:
-            found = evaluate_over_ray(ray, folder, sets, **wanted, progress=lambda done: bars.update("eval", done))
+            found = evaluate_over_ray(
+                ray, folder, sets, **wanted, records=records, progress=lambda done: bars.update("eval", done)
+            )
         else:
             deployment = load_deployment(folder)
             for at, (name, texts) in enumerate(sets.items(), 1):

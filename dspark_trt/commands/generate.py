@@ -131,7 +131,7 @@ def _generate_file(
 ) -> None:
     from dspark_trt.commands import report
     from dspark_trt.commands.prompt_file import generate_lines, unfinished
-    from dspark_trt.commands.ray_workers import generate_over_ray
+    from dspark_trt.commands.ray_generation import generate_over_ray
     from dspark_trt.deployment import load_deployment
 
     config = scheduler_config(scheduler)

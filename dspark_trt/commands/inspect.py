@@ -11,6 +11,7 @@ import typer
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
+from dspark_trt.building.target_form import FORM_FILE, described
 from dspark_trt.calibration.file import CALIBRATION_FILE
 from dspark_trt.commands.options import AsJson, BuildFolder, command
 from dspark_trt.contract.precision import Precision
@@ -21,7 +22,8 @@ from dspark_trt.steptable.table import StepTable
 _DEPENDS = "exact with respect to its own verification distribution; greedy text can depend on the schedule"
 NUMERIC_NOTES: dict[Precision | None, str] = {
     "fp32": "float32: logits differ by about 4e-5 between steps of one and of eight tokens; greedy output is stable",
-    "int8": f"8-bit weights: {_DEPENDS}",
+    "int8": "8-bit weights, activations of each token in 8 or 16 bits: exact with respect to its own verification "
+    "distribution; a token's logits are the same, bit for bit, in steps of any size; greedy output is stable",
     "bf16": f"bfloat16: logits differ by about 0.5 between steps of one and of eight tokens; {_DEPENDS}",
     "fp16": f"float16: {_DEPENDS}",
     "int4": f"4-bit weights: {_DEPENDS}",
@@ -57,7 +59,7 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
     return {
         "folder": str(folder),
         "recipe": summary.recipe.model_dump(mode="json"),
-        "numerics": NUMERIC_NOTES[summary.recipe.precision],
+        "numerics": numerics_of(folder, summary.recipe.precision),
         "target": _read_json(folder / "checkpoints" / "target.json"),
         "drafter": _read_json(folder / "checkpoints" / "drafter.json"),
         "engine": engine.model_dump(mode="json"),
@@ -79,6 +81,14 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
         },
         "hashes_verified": verify,
     }
+
+
+def numerics_of(folder: Path, precision: Precision | None) -> str:
+    """What the precision of a build means for its output and, where its target has a form, which and how exact."""
+    form = folder / "graphs" / FORM_FILE
+    if not form.exists():  # an int8 build of the time before there was a choice depends on the schedule
+        return f"8-bit weights: {_DEPENDS}" if precision == "int8" else NUMERIC_NOTES[precision]
+    return f"{NUMERIC_NOTES[precision]}. {described(_read_json(form))}"
 
 
 def _read_json(path: Path) -> Any:

@@ -1,8 +1,8 @@
-"""A prompt file decoded by the machines of a Ray cluster, each with engines of its own on one and the same build.
+"""Numbered lines worked off by the machines of a Ray cluster, each with engines of its own on one and the same build.
 
-Prompts go out in shards; each result comes back as its prompt ends and is written by this process, which alone has the
-file. What a worker that dies had not finished goes to another one, in smaller shards, until a prompt that stands alone
-has ended several workers: that one is a failed line. Nothing is written twice.
+Lines go out in shards; each result comes back as its line ends. What a worker that dies had not finished goes to
+another one, in smaller shards, until a line that stands alone has ended several workers: that one is a failed line.
+No line has two results.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dspark_trt.commands.prompt_file import FileSummary, PromptLine, PromptLines, result_lines, write_results
-from dspark_trt.contract.scheduler import SchedulerConfig
+from dspark_trt.commands.prompt_file import PromptLine
 from dspark_trt.engines.settings import read_engine_settings
 from dspark_trt.errors import DSparkError, EngineBuildError, EnvironmentMissingError
 from dspark_trt.machine.packages import install_extra
 
 logger = logging.getLogger(__name__)
+
+LineWorker = Callable[[Sequence[PromptLine]], Iterator[dict[str, Any]]]  # one result for each line, with its number
+Decode = Callable[[Sequence[tuple[int, str]]], Iterator[dict[str, Any]]]
 
 MAX_DEATHS = 3  # of a worker without a result between them, and of workers with one and the same prompt
 _SHARDS_OF_WORKER = 4  # at least, so that all of them end at about the same time
@@ -34,23 +36,18 @@ _KNOCK_TIMEOUT_S = 10.0
 class Worker:
     """The actor: one process of the cluster with the engines of a build."""
 
-    def __init__(self, folder: str, scheduler: SchedulerConfig | None, given: dict[str, Any], is_chat: bool) -> None:
-        self._folder, self._scheduler = folder, scheduler
-        self._given, self._is_chat = given, is_chat
-        self._deployment: Any = None
+    def __init__(self, opens: Callable[[], LineWorker]) -> None:
+        """`opens` is sent to the worker, so it must be known by its name there."""
+        self._opens = opens
+        self._work_off: LineWorker | None = None
 
     def open(self) -> None:
-        """Raises as `load_deployment`."""
-        from dspark_trt.commands.scheduler_choice import scheduler_config
-        from dspark_trt.deployment import load_deployment
-
-        self._deployment = load_deployment(Path(self._folder))
-        if self._scheduler is None:
-            self._scheduler = scheduler_config(self._deployment.recipe.scheduler, is_build=True)
+        """Raises as `opens`."""
+        self._work_off = self._opens()
 
     def run(self, lines: Sequence[PromptLine]) -> Iterator[dict[str, Any]]:
-        assert self._scheduler is not None, "opened first"
-        yield from result_lines(self._deployment, lines, self._scheduler, self._given, is_chat=self._is_chat)
+        assert self._work_off is not None, "opened first"
+        yield from self._work_off(lines)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,33 +65,15 @@ class _Member:
         return self.pending is None
 
 
-def generate_over_ray(
-    address: str,
-    folder: Path,
-    work: PromptLines,
-    results_file: Path,
-    scheduler: SchedulerConfig | None,
-    given: dict[str, Any],
-    *,
-    is_chat: bool,
-    progress: Callable[[float], None],
-) -> FileSummary:
-    """As `generate_lines`. Raises as `ray_cluster`; RequestError when `results_file` cannot be written."""
-    with ray_cluster(address, folder, scheduler, given, is_chat=is_chat) as decode:
-        return write_results(decode(work.lines), work, results_file, progress)
-
-
 @contextmanager
-def ray_cluster(
-    address: str, folder: Path, scheduler: SchedulerConfig | None, given: dict[str, Any], *, is_chat: bool
-) -> Iterator[Callable[[Sequence[tuple[int, str]]], Iterator[dict[str, Any]]]]:
-    """What decodes lines of a prompt file, by number and text, on the nodes of a cluster: a worker on each node, or for
-    each GPU of it. It gives one result for each line, as it comes.
+def ray_cluster(address: str, folder: Path, opens: Callable[[], LineWorker]) -> Iterator[Decode]:
+    """What works off lines, by number and text, on the nodes of a cluster: a worker on each node, or for each GPU of
+    it. It gives one result for each line, as it comes.
 
-    The build must be at the same path on all nodes.
+    The build `folder` must be at the same path on all nodes. `opens` is called once in each worker.
 
     Raises EnvironmentMissingError without the package `ray`, a cluster, or a node that can take a worker;
-    EngineBuildError, while it decodes, when no worker lives long enough.
+    EngineBuildError, while it works, when no worker lives long enough.
     """
     on_gpu = read_engine_settings(folder).backend != "onnxruntime"
     ray = _connected(address)
@@ -105,11 +84,10 @@ def ray_cluster(
             raise EnvironmentMissingError(f"--ray {address}: no node of this cluster has {wanted}; add one")
         resources = {"num_gpus": 1} if on_gpu else {"num_cpus": 1}
         actor_class = ray.remote(max_restarts=0, **resources)(Worker)
-        arguments = (str(folder.resolve()), scheduler, given, is_chat)
 
         def start(member: _Member) -> None:
             affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(member.node_id, soft=False)
-            member.actor = actor_class.options(scheduling_strategy=affinity).remote(*arguments)
+            member.actor = actor_class.options(scheduling_strategy=affinity).remote(opens)
             member.pending, member.shard = member.actor.open.remote(), None
 
         yield lambda lines: _Cluster(ray, members, start).results(_numbered_among_equals(lines))

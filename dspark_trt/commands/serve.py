@@ -87,11 +87,10 @@ def serve(
 ) -> None:
     """Serve a build with Triton Inference Server until interrupted; a second interrupt does not wait for requests."""
     from dspark_trt.building.finished import check_servable
-    from dspark_trt.commands import report
     from dspark_trt.machine.address import resolve_address
     from dspark_trt.server.openai.settings import front_end_options
     from dspark_trt.server.serve import serve as run_server
-    from dspark_trt.server.server_log import as_event
+    from dspark_trt.server.server_log import as_event, say
     from dspark_trt.server.step_table import step_table_for
     from dspark_trt.server.summary import check_memory, summarise
 
@@ -122,10 +121,10 @@ def serve(
 
     def on_ready(server: TritonServer) -> None:
         where = {"http_url": server.http_url, "grpc_address": server.grpc_address, "metrics_url": server.metrics_url}
-        report.print_line(f"{summarise(folder, options, **where)}\nready: {server.http_url}")
+        say(f"{summarise(folder, options, **where)}\nready: {server.http_url}", sys.stdout)
 
     def on_event(message: str) -> None:
-        print(json.dumps(as_event(message)) if log_format == "json" else message, file=sys.stderr, flush=True)
+        say(json.dumps(as_event(message)) if log_format == "json" else message)
 
     table = step_table_for(folder, options, on_event)
     run_server(folder, options, on_ready, on_event, front_end, table)

@@ -7,9 +7,10 @@ row group; `P` pages of the pool and `W` pages of a row.
 A *row group* is one attention call: a contiguous range of B KV rows with their queries padded to S. The target has two,
 `decode` and `prefill`, so that verifying rows are not padded to a prefill chunk; a group without tokens is one row
 without tokens, B = S = 1.
-`float` is the element type of the graph (`dims`): float32, float16 or bfloat16.
+`float` is the element type of the graph (`dims`): float32, float16 or bfloat16. States of rows are float32 in a float16
+graph.
 Caches are bound as that range of the pool, and every cache output is the same memory as its input.
-Two graphs have modules of their own: `model_bindings` and `select_bindings`.
+Three graphs have modules of their own: `draft_bindings`, `model_bindings` and `select_bindings`.
 
 With pages (`paged` attention) a row group is a list of B block tables, no range: its rows stand in the order of their
 tokens, prompt chunks are not padded to one another in memory, and the whole pool is bound once. Page 0 is nobody's:
@@ -32,27 +33,15 @@ what padding writes goes there.
 | | last_tokens | int64 [R] | where rows have a state: packed index of each segment's last token |
 | | positions | int64 [T] | this and what follows: where there are caches |
 | | rows | int64 [T] | `drafter` attention: the KV row of each token; B = the whole pool |
-| | context.tokens, .past_lengths, .query_lengths | int64 | `standard` attention: a row group |
+| | context.tokens, .past_lengths, .query_lengths | int64 | other attention: a row group |
 | | context.query_lengths, .block_tables | int64 | pages |
-| draft | anchor_ids, past_lengths | int64 [R] | |
-| | row_states | float [R, X] | where rows have a state: that of the row's last ingested position |
-| | temperatures, uniforms | float32 [R], [R, G] | |
-| | block_rows | int64 [R] | rows: the request's row within the range |
-| | row_requests | int64 [B] | rows: the request of each row of the range; any for a row without request |
-| | row_query_lengths | int64 [B] | rows: 1 for a row with a request, 0 for one without |
-| | context.block_tables | int64 [R, W] | pages: of each request; zeros for padding |
 
 | graph | output | type, shape |
 |---|---|---|
 | target | logits | float32 [L, V] |
 | | taps | float [T, M*D], absent without tap layers |
 | ingest | last_states | float [R, X]: the state of each segment's last position, where rows have one |
-| draft | draft_ids | int64 [R, G] |
-| | draft_logits | float32 [R, G, W] |
-| | confidence_logits | float32 [R, G]; without a confidence head the margin between the two largest draft logits |
 | all | {cache}.out | the cache of that name, written in place |
-| draft | {cache}.block | `drafter` attention: the same memory once more, between writing the block and attending |
-| draft | {cache}.slot_{j} | the same instead of it, after each slot but the last, where slots are drafted in turn |
 """
 
 from __future__ import annotations
@@ -101,6 +90,7 @@ DRAFT_IDS = "draft_ids"
 DRAFT_LOGITS = "draft_logits"
 CONFIDENCE_LOGITS = "confidence_logits"
 LAST_STATES = "last_states"
+LOW_STEPS = "low_steps"  # of a target whose layers are switched (graphs/switched.py)
 
 ElementType = Literal["int64", "float32", "float16", "bfloat16"]
 
@@ -153,6 +143,10 @@ def cache_output(cache: str) -> str:
 
 def cache_block_output(cache: str) -> str:
     return f"{cache}.block"
+
+
+def cache_context_output(cache: str) -> str:
+    return f"{cache}.context"
 
 
 def cache_slot_output(cache: str, slot: int) -> str:
@@ -215,6 +209,11 @@ def target_outputs(dims: TargetDims) -> tuple[Binding, ...]:
     )
 
 
+def low_steps() -> Binding:
+    """The further input of a target whose layers are switched: an element for each of its Linear layers."""
+    return Binding(LOW_STEPS, "float32", ("linear_layers",))
+
+
 def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
     where: tuple[Binding, ...] = ()
     if dims.cache.num_layers:
@@ -232,50 +231,10 @@ def ingest_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
 
 
 def ingest_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return (*_row_states(LAST_STATES, dims), *cache_outputs(CONTEXT, dims))
+    return (*row_states(LAST_STATES, dims), *cache_outputs(CONTEXT, dims))
 
 
-def _row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
+def row_states(name: str, dims: DrafterDims) -> tuple[Binding, ...]:
+    """Under that name, where rows have a state."""
     width = dims.row_state_width
-    return (Binding(name, dims.element_type, ("R", width)),) if width else ()
-
-
-def draft_inputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    where: tuple[Binding, ...] = (
-        Binding(BLOCK_ROWS, "int64", ("R",)),
-        Binding(ROW_REQUESTS, "int64", (f"B_{CONTEXT}",)),
-        Binding(ROW_QUERY_LENGTHS, "int64", (f"B_{CONTEXT}",)),
-    )
-    if dims.cache.page_positions:
-        where = (Binding(group_block_tables(CONTEXT), "int64", ("R", dims.cache.table_width)),)
-    return (
-        Binding(ANCHOR_IDS, "int64", ("R",)),
-        Binding(PAST_LENGTHS, "int64", ("R",)),
-        Binding(TEMPERATURES, "float32", ("R",)),
-        Binding(UNIFORMS, "float32", ("R", dims.gamma)),
-        *_row_states(ROW_STATES, dims),
-        *where,
-        *caches(CONTEXT, dims),
-    )
-
-
-def draft_cache_outputs(cache: str, dims: DrafterDims) -> tuple[str, ...]:
-    """Every output of a draft graph that is the memory of `cache`."""
-    if dims.is_sequential:
-        if dims.attention == "standard":
-            return ()  # slots stay in the graph, which only reads the caches
-        return (cache_output(cache), *(cache_slot_output(cache, slot) for slot in range(dims.gamma - 1)))
-    return (cache_output(cache), *((cache_block_output(cache),) if dims.attention == "drafter" else ()))
-
-
-def draft_outputs(dims: DrafterDims) -> tuple[Binding, ...]:
-    return (
-        Binding(DRAFT_IDS, "int64", ("R", dims.gamma)),
-        Binding(DRAFT_LOGITS, "float32", ("R", dims.gamma, dims.vocab_size)),
-        Binding(CONFIDENCE_LOGITS, "float32", ("R", dims.gamma)),
-        *(
-            Binding(output, cache.element_type, cache.shape)
-            for cache in caches(CONTEXT, dims)
-            for output in draft_cache_outputs(cache.name, dims)
-        ),
-    )
+    return (Binding(name, dims.row_state_type, ("R", width)),) if width else ()

@@ -7,7 +7,6 @@ Shape letters: `R` requests, `G` gamma, `T` packed tokens, `V` vocabulary, `D` h
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -15,10 +14,12 @@ from dspark_trt.checkpoints.spec import (
     BlockDrafterSpec,
     DecoderSpec,
     DrafterSpec,
+    Eagle3Spec,
     IngestedIds,
     LanguageModelSpec,
     TargetSpec,
 )
+from dspark_trt.contract.cache_dims import PAGE_POSITIONS, TILE_POSITIONS, CacheDims
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import EngineBuildError
 
@@ -28,52 +29,9 @@ FloatType = Literal["float32", "float16", "bfloat16"]  # of weights, hidden stat
 
 METADATA_KEY = "dspark_dims"  # of the graph's metadata_props
 SCHEMA_VERSION = 3
-# Rows of `standard` attention have a multiple of so many positions: whole tiles of native kernels.
-TILE_POSITIONS = 64
-PAGE_POSITIONS = 64  # of a page of `paged` attention: a tile of the kernels at head dim 128
-
-
-@dataclass(frozen=True, slots=True)
-class CacheDims:
-    """The KV memory of one model: for each layer a key and a value array [num_rows, K, C, H].
-
-    With pages it is, for each layer, [P, 2, K, page_positions, H], where P is found out when engines are opened; C is
-    what the pages of a row have room for.
-    """
-
-    num_layers: int
-    num_rows: int
-    num_kv_heads: int  # K
-    capacity: int  # C
-    head_dim: int  # H
-    layer_heads: tuple[tuple[int, int], ...] = ()  # K and H of each layer, where they differ
-    page_positions: int = 0  # 0: rows
-
-    @property
-    def table_width(self) -> int:
-        """Pages that a row may have."""
-        return self.capacity // self.page_positions
-
-    def page_shape_of(self, layer: int) -> tuple[int, int, int, int]:
-        """[2, K, page_positions, H] of that layer: keys, then values."""
-        num_kv_heads, _, head_dim = self.row_shape_of(layer)
-        return (2, num_kv_heads, self.page_positions, head_dim)
-
-    @property
-    def page_elements(self) -> int:
-        """Of one page in all layers."""
-        return sum(math.prod(self.page_shape_of(layer)) for layer in range(self.num_layers))
-
-    def row_shape_of(self, layer: int) -> tuple[int, int, int]:
-        """[K, C, H] of that layer."""
-        num_kv_heads, head_dim = self.layer_heads[layer] if self.layer_heads else (self.num_kv_heads, self.head_dim)
-        return (num_kv_heads, self.capacity, head_dim)
-
-    @property
-    def num_elements(self) -> int:
-        """Of the whole memory."""
-        of_rows = sum(math.prod(self.row_shape_of(layer)) for layer in range(self.num_layers))
-        return 2 * self.num_rows * of_rows
+MASK_SCOPE = "mask"  # of nodes of a graph that make a mask over whole rows
+# That TensorRT's own attention has kernels for; others are products of matrices.
+NATIVE_HEAD_DIMS = range(16, 256 + 1, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +45,7 @@ class TargetDims:
     hidden_size: int  # D
     num_taps: int  # M
     element_type: FloatType = "float32"
+    min_query_length: int = 1  # a row with fewer tokens in a call has so many queries all the same
     pads_chunks: bool = False  # with pages: a layer attends over rows padded to the longest chunk
 
     @property
@@ -110,7 +69,9 @@ class DrafterDims:
     ingested_ids: IngestedIds = "none"  # ids that `ingest` reads beside the taps
     row_state_width: int = 0  # numbers that are kept of a row's last ingested position: out of `ingest`, into `draft`
     is_sequential: bool = False  # a draft call writes the caches once for each slot, one after the other
+    has_masks: bool = False  # of EAGLE-3's form (DART): no slot waits for a draft
     mask_token_id: int | None = None  # of a language model: all slots in one call, of masks behind the anchor
+    ingests_in_draft: bool = False  # a draft graph brings the context up itself, before it drafts
 
     @property
     def tap_width(self) -> int:
@@ -121,6 +82,38 @@ class DrafterDims:
         """Positions of a block of gamma drafts."""
         return self.gamma + self.is_mask_first
 
+    @property
+    def row_state_type(self) -> FloatType:
+        """Of what is kept of a row: features of taps, which float16 does not hold, are float32 there."""
+        return "float32" if self.element_type == "float16" else self.element_type
+
+    @property
+    def is_slot_by_slot(self) -> bool:
+        """Whether a call of the draft graph makes one slot: a compiler for devices updates a cache once in a graph."""
+        return self.is_sequential and not self.has_masks and self.attention == "standard"
+
+    @property
+    def is_in_turn(self) -> bool:
+        """Whether a device makes the slots of a block by one call after the other."""
+        is_language_model = self.ingested_ids == "token"
+        return self.is_slot_by_slot or (is_language_model and self.mask_token_id is None)
+
+    @property
+    def slots_of_call(self) -> int:
+        """Drafts of each request that one call of the draft graph makes."""
+        return 1 if self.is_slot_by_slot else self.gamma
+
+    @property
+    def num_masks(self) -> int:
+        """Behind each anchor of a language model's block, at most."""
+        return 0 if self.mask_token_id is None else self.gamma - 1
+
+    @property
+    def longest_pass(self) -> int:
+        """Positions of a row that a language model reads in the first pass of a block, at most: what a verification
+        committed, the anchor, and masks behind it."""
+        return self.gamma + 2 + self.num_masks
+
 
 def target_dims(
     spec: TargetSpec,
@@ -129,6 +122,7 @@ def target_dims(
     limits: EngineLimits,
     attention: Attention,
     element_type: FloatType = "float32",
+    min_query_length: int = 1,
 ) -> TargetDims:
     """A row has room for max_seq_len and the longest query behind it, padding included; with pages, where nothing is
     padded, for max_seq_len.
@@ -146,6 +140,7 @@ def target_dims(
         spec.decoder.hidden_size,
         num_taps,
         element_type,
+        min_query_length,
         pads_chunks=is_paged and not all(attends_live(spec.decoder, layer, limits) for layer in _layers(spec.decoder)),
     )
 
@@ -162,8 +157,8 @@ def drafter_dims(
     behind = spec.block_length
     if attention == "standard":
         behind = max(behind, limits.max_batch_tokens)
-    if attention == "gqa":  # a chunk and a block in one call
-        behind += limits.max_batch_tokens
+    if isinstance(spec, LanguageModelSpec):  # a chunk and a block in one call
+        behind = spec.block_length + limits.max_batch_tokens
     return DrafterDims(
         limits,
         _cache(spec.decoder, limits, limits.max_seq_len + behind, attention),
@@ -177,7 +172,9 @@ def drafter_dims(
         ingested_ids=spec.ingested_ids,
         row_state_width=spec.row_state_width,
         is_sequential=spec.is_sequential,
+        has_masks=isinstance(spec, Eagle3Spec) and spec.is_masked,
         mask_token_id=spec.mask_token_id if isinstance(spec, LanguageModelSpec) else None,
+        ingests_in_draft=attention == "drafter" and isinstance(spec, BlockDrafterSpec),
     )
 
 

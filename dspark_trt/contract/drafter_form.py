@@ -17,7 +17,7 @@ LOWEST: dict[str, float] = {"float32": -1e30, "bfloat16": -1e30, "float16": -655
 class DrafterForm:
     """Chosen at build (see building/drafter_choice)."""
 
-    precision: DrafterPrecision = "fp32"  # of Linear layers and head, where the pair is built in float32
+    precision: DrafterPrecision = "fp32"  # of Linear layers and head, beside a target of float32 or int8
     draft_vocab: NDArray[np.int64] | None = None  # [W] target ids that can be proposed, ascending; None: all
     markov_top_n: int = 0  # drafts of a slot come from its so many largest base logits; 0: from all
 

@@ -46,6 +46,7 @@ class PageLimits:
     page_positions: int
     table_width: int  # pages that a row has at most: max_seq_len and a draft block behind it fit
     num_block_positions: int  # positions behind the valid ones that a step of a row which decodes writes at most
+    holds_context: bool = True  # the drafter's context stands in pages, too; False: in rows of its own
 
     def pages_for(self, num_positions: int) -> int:
         """Pages that so many positions take."""

@@ -27,6 +27,8 @@ class OpenEngines:
     acceptance: AcceptEngine | None = None  # on that device; None: the runtime accepts, slot by slot
     pages: PageLimits | None = None  # of engines whose rows share pages
     synchronize: Callable[[], None] = lambda: None  # wait for what the engines have enqueued
+    # from now on, calls of the target have the packed tokens that this says for their requests and tokens
+    pad_calls: Callable[[Callable[[int, int], int]], None] = lambda padded_tokens: None
 
 
 def check_device(build: Path) -> None:
@@ -66,8 +68,10 @@ def open_engines(
 
         options = onnxruntime_engines.OnnxRuntimeSettings(num_threads=settings.num_threads)
         if isinstance(read_draft_source(build), NgramSpec):
-            return OpenEngines(onnxruntime_engines.OnnxRuntimeTargetEngine(build / "graphs", options), None)
-        return OpenEngines(*onnxruntime_engines.open_engines(build / "graphs", options))
+            target = onnxruntime_engines.OnnxRuntimeTargetEngine(build / "graphs", options)
+            return OpenEngines(target, None, pad_calls=target.pad_calls)
+        target, drafter = onnxruntime_engines.open_engines(build / "graphs", options)
+        return OpenEngines(target, drafter, pad_calls=target.pad_calls)
     from dspark_trt.engines.tensorrt.engines import open_tensorrt_engines
     from dspark_trt.engines.tensorrt.library import check_library
 

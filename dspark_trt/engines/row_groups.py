@@ -35,6 +35,7 @@ def row_group(
     *,
     first_token: int = 0,
     padded_to: tuple[int, int] | None = None,
+    min_query_length: int = 1,
 ) -> RowGroup:
     """The group of some segments, given in packed order:
     [R] each, `first_token` the packed index of the first one's first.
@@ -44,6 +45,9 @@ def row_group(
     standard one says so, GroupQueryAttention can divide by zero). On ONNX Runtime that row costs 2 to 3 % of a
     one-token step.
 
+    `min_query_length`: a row with fewer tokens has so many queries all the same, the further ones valid to the
+    operator. What they write stands behind the row's tokens, where the next call writes again.
+
     Padding points at the row's own last token, so that nothing of another request, a NaN say, is ever written into a
     row that is read.
     """
@@ -51,7 +55,7 @@ def row_group(
         none = np.zeros(1, np.int64)
         return RowGroup(0, none[:, None], none, none, none[:0])
     first_row = int(rows.min()) if padded_to is None else 0
-    num_rows, longest = padded_to or (int(rows.max()) - first_row + 1, int(query_lengths.max()))
+    num_rows, longest = padded_to or (int(rows.max()) - first_row + 1, max(int(query_lengths.max()), min_query_length))
     at = rows - first_row
     ends = query_lengths.cumsum()
     begins = ends - query_lengths
@@ -60,7 +64,7 @@ def row_group(
     tokens[at] = first_token + begins[:, None] + np.minimum(np.arange(longest), query_lengths[:, None] - 1)
     past, query = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
     past[at] = past_lengths
-    query[at] = query_lengths
+    query[at] = np.maximum(query_lengths, min_query_length)
     return RowGroup(first_row, tokens, past, query, padded_indices)
 
 

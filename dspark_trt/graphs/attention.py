@@ -3,10 +3,10 @@
 | call | ONNX Runtime | the same, in standard operators | TensorRT |
 |---|---|---|---|
 | target, causal over packed tokens | `gqa` | `standard` | `paged` |
-| drafter, a language model | `gqa` | – | – |
+| drafter, a language model | `gqa` | `standard` | `standard` |
 | drafter, a block | `drafter` | `standard` | `paged` |
-| drafter, slots one after the other | `drafter` | `standard` | `standard` |
-| drafter, context that only enters the cache | `drafter` | `standard` | `paged` |
+| drafter, slots one after the other | `drafter` | `standard`, a graph of one slot | the same |
+| drafter, context that only enters the cache | `drafter` | `standard` | as its drafts |
 
 An emitter is made once a graph and derives from the graph's index inputs (see `bindings`) what all its layers share.
 Queries and keys come to it rotated.
@@ -15,6 +15,7 @@ Queries and keys come to it rotated.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec
@@ -25,8 +26,9 @@ from dspark_trt.graphs.attention_drafter import FoldedBlockAttention, ScatterCon
 from dspark_trt.graphs.attention_gqa import GqaAttention
 from dspark_trt.graphs.attention_masked import Sinks
 from dspark_trt.graphs.attention_paged import PagedBlockAttention, PagedCausalAttention, PagedContext
-from dspark_trt.graphs.attention_slot import GqaSlots, StandardSlots
+from dspark_trt.graphs.attention_slot import GqaSlots, UnwrittenSlots
 from dspark_trt.graphs.attention_standard import StandardBlockAttention, StandardCausalAttention, StandardContext
+from dspark_trt.graphs.attention_standard_slot import StandardSlots
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.weights import TensorSource
 
@@ -80,9 +82,10 @@ def causal_attention(builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims,
     A row verifies `gamma` drafts at most."""
     match dims.attention:
         case "gqa":
-            return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS)
+            is_same = dims.min_query_length > 1
+            return GqaAttention(builder, spec, dims.limits, bindings.TARGET_GROUPS, is_same_in_any_step=is_same)
         case "standard":
-            return StandardCausalAttention(builder, spec, dims)
+            return StandardCausalAttention(builder, spec, dims, bindings.TARGET_GROUPS)
         case "paged":
             return PagedCausalAttention(builder, spec, dims, gamma=gamma)
     raise ExportError(f"the target has no attention form {dims.attention!r}; expected 'gqa', 'standard' or 'paged'")
@@ -111,29 +114,35 @@ def block_attention(
 
 def model_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> AttentionEmitter:
     """For a language model that drafts: as the target's, of one row group."""
-    if dims.attention == "gqa":
-        return GqaAttention(builder, spec, dims.limits, (bindings.CONTEXT,))
-    raise ExportError(
-        f"head_dim: a language model that drafts needs a multiple of {_GQA_HEAD_DIM_MULTIPLE}, since the fallback of "
-        f"attention is not made for it, found {spec.head_dim}; use another drafter"
-    )
+    match dims.attention:
+        case "gqa":
+            return GqaAttention(builder, spec, dims.limits, (bindings.CONTEXT,))
+        case "standard":
+            return StandardCausalAttention(builder, spec, dims, (bindings.CONTEXT,))
+    raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'gqa' or 'standard'")
 
 
 def slot_attention(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> SlotAttention:
-    """For dims.gamma slots that are drafted one after the other, from any position of the context on."""
+    """For the slots of a call that are drafted one after the other, from any position of the context on."""
     match dims.attention:
         case "drafter":
-            return GqaSlots(builder, spec, num_slots=dims.gamma)
+            return GqaSlots(builder, spec, num_slots=dims.slots_of_call)
         case "standard":
-            return StandardSlots(builder, spec, dims)
+            return (StandardSlots if dims.is_slot_by_slot else UnwrittenSlots)(builder, spec, dims)
     raise ExportError(f"the drafter has no attention form {dims.attention!r}; expected 'drafter' or 'standard'")
 
 
-def context_writer(builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> ContextEmitter:
-    """For ingest: the drafter's context enters the cache."""
+def context_writer(
+    builder: GraphBuilder,
+    spec: DecoderSpec,
+    dims: DrafterDims,
+    *,
+    output: Callable[[str], str] = bindings.cache_output,
+) -> ContextEmitter:
+    """For ingest: the drafter's context enters the cache, which leaves as `output`."""
     match dims.attention:
         case "drafter":
-            return ScatterContext(builder, spec)
+            return ScatterContext(builder, spec, output=output)
         case "standard":
             return StandardContext(builder, spec, dims)
         case "paged":

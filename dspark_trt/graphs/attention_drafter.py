@@ -1,7 +1,9 @@
-"""`drafter`: attention of the drafter on ONNX Runtime. The slots of a block are folded into the head dimension.
+"""`drafter`: attention of the drafter on ONNX Runtime.
 
 The block's keys and values are written behind the context first, where no valid position stands; the next ingest
-overwrites them (docs/architecture.md, "Attention"). A bias takes away what a slot does not see.
+overwrites them (docs/architecture.md, "Attention"). Where all slots see the same, they are queries of one product.
+Where they do not, or heads have sinks, they are folded into the head dimension, and a bias takes away what a slot does
+not see.
 
 Shape letters: `R` requests, `G` positions of a block, `B` rows of the bound range, `N`/`K` query/KV heads, `H` head
 dim, `T` context tokens, `J` positions of the longest row.
@@ -9,27 +11,29 @@ dim, `T` context tokens, `J` positions of the longest row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from onnx import TensorProto
 
 from dspark_trt.checkpoints.spec import BlockAttention, BlockDrafterSpec, DecoderSpec, LayerShape
 from dspark_trt.contract import bindings
-from dspark_trt.graphs.attention_gqa import score_attributes
 from dspark_trt.graphs.attention_masked import Sinks
-from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.grouped_query import UNSEEN, grouped_query_attention, no_sink, scaled_queries
 from dspark_trt.graphs.rotary import split_query_key
-
-_BEFORE_BIAS = ("",) * 3  # cos_cache, sin_cache, position_ids
-_BEHIND_SINK = ("",) * 4  # k_scale .. k_norm_weight, before query_seqlens
-_UNSEEN = -1e30
 
 
 class ScatterContext:
     """Writes K and V of T packed context tokens to any rows of the pool, each token's heads in one go."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec) -> None:
+    def __init__(
+        self, builder: GraphBuilder, spec: DecoderSpec, *, output: Callable[[str], str] = bindings.cache_output
+    ) -> None:
+        """`output`: the name under which a cache leaves."""
         self._builder = builder
         self._spec = spec
+        self._output = output
         rows = builder.op("Unsqueeze", bindings.ROWS, builder.vector(1, 2))  # [T, 1, 1]
         positions = builder.op("Unsqueeze", bindings.POSITIONS, builder.vector(1, 2))
         counts = dict.fromkeys(spec.shape_of(layer).num_kv_heads for layer in range(spec.num_layers))
@@ -42,7 +46,7 @@ class ScatterContext:
             name = cache(bindings.CONTEXT, layer)
             heads = self._builder.op("Reshape", x, shape)
             indices = self._indices[of_layer.num_kv_heads]
-            self._builder.op("ScatterND", name, indices, heads, output=bindings.cache_output(name))
+            self._builder.op("ScatterND", name, indices, heads, output=self._output(name))
 
 
 class FoldedBlockAttention:
@@ -57,12 +61,12 @@ class FoldedBlockAttention:
         self._sinks = sinks
         self._spec = spec = drafter.decoder
         self._length = length
+        self._no_keys: dict[int, str] = {}
         with builder.scope("rows"):
             rows = builder.op("Unsqueeze", bindings.BLOCK_ROWS, builder.vector(1, 2, 3))
             places = builder.op("Reshape", positions, builder.vector(-1, length, 1, 1))
             counts = dict.fromkeys(spec.shape_of(layer).num_kv_heads for layer in range(spec.num_layers))
             self._indices = {count: _head_indices(builder, rows, places, count) for count in counts}  # [R, G, K, 3]
-            self._row_requests = builder.op("Unsqueeze", bindings.ROW_REQUESTS, builder.vector(1))  # [B, 1]
             past = builder.op("Gather", bindings.PAST_LENGTHS, bindings.ROW_REQUESTS)  # [B]
             last = builder.op("Add", past, builder.scalar(length - 1))
             # a row without request: the operator leaves it alone, and 0 is the last position it accepts in any case
@@ -78,34 +82,71 @@ class FoldedBlockAttention:
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
         shape = spec.shape_of(layer)
-        query, key = split_query_key(builder, spec, layer, query_key)
-        keys, last_key = self._write(bindings.key_cache(bindings.CONTEXT, layer), key, shape)
-        values, last_value = self._write(bindings.value_cache(bindings.CONTEXT, layer), value, shape)
-        attended, _, _ = builder.multi_op(
-            "GroupQueryAttention",
-            self._fold(query, shape.head_dim),
-            last_key,
-            last_value,
-            keys,
-            values,
+        query, key = split_query_key(builder, spec, layer, scaled_queries(builder, spec, layer, query_key))
+        caches = tuple(cache(bindings.CONTEXT, layer) for cache in (bindings.key_cache, bindings.value_cache))
+        written = [self._write(cache, x, shape) for cache, x in zip(caches, (key, value), strict=True)]
+        outputs = (None, bindings.cache_output(caches[0]), bindings.cache_output(caches[1]))
+        form = self._drafter.attention_of(layer)
+        sink = self._folded_sink(layer)
+        if form not in self._biases and not sink:
+            return self._attend_alike(query, written, shape, outputs)
+        (last_key, last_value) = (self._last_of_rows(x, shape) for x in (key, value))
+        attended, _, _ = grouped_query_attention(
+            builder,
+            self._heads_of_rows(query, shape.head_dim),
+            written,
             self._last_positions,
             self._longest,
-            *_BEFORE_BIAS,
-            self._biases.get(self._drafter.attention_of(layer), ""),
-            self._folded_sink(layer),
-            *_BEHIND_SINK,
-            self._query_lengths,
-            outputs=(
-                None,
-                bindings.cache_output(bindings.key_cache(bindings.CONTEXT, layer)),
-                bindings.cache_output(bindings.value_cache(bindings.CONTEXT, layer)),
-            ),
-            domain=CONTRIB_DOMAIN,
             num_heads=spec.num_heads * self._length,
-            kv_num_heads=shape.num_kv_heads,
-            **score_attributes(spec, layer),
+            num_kv_heads=shape.num_kv_heads,
+            outputs=outputs,
+            key=last_key,
+            value=last_value,
+            bias=self._biases.get(form, ""),
+            sink=sink or no_sink(builder, spec.num_heads * self._length),
+            query_lengths=self._query_lengths,
         )
-        return self._unfold(attended, shape.head_dim)
+        return self._slots_of_heads(attended, shape.head_dim)
+
+    def _attend_alike(
+        self, query: str, written: list[str], shape: LayerShape, outputs: tuple[str | None, str, str]
+    ) -> str:
+        """All slots see the same: those of the heads of a KV head are so many queries of one product.
+
+        To the operator they are a first prompt, which sees keys and values that are there already, in both directions.
+        """
+        builder, spec, count, head_dim = self._builder, self._spec, shape.num_kv_heads, shape.head_dim
+        group, width = spec.num_heads // count, count * head_dim
+        slots = builder.op("Reshape", query, builder.vector(-1, self._length, count, group, head_dim))
+        turned = builder.op("Transpose", slots, perm=[0, 1, 3, 2, 4])
+        queries = builder.op("Reshape", turned, builder.vector(-1, self._length * group, width))
+        nothing = self._nothing(width)
+        attended, _, _ = grouped_query_attention(
+            builder,
+            builder.op("Gather", queries, bindings.ROW_REQUESTS, axis=0),
+            written,
+            self._last_positions,
+            builder.constant(np.array([self._length * group], np.int32)),
+            num_heads=count,
+            num_kv_heads=count,
+            outputs=outputs,
+            key=nothing,
+            value=nothing,
+            sink=no_sink(builder, count),
+            causal=False,
+        )
+        blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)
+        heads = builder.op("Reshape", blocks, builder.vector(-1, self._length, group, count, head_dim))
+        turned = builder.op("Transpose", heads, perm=[0, 1, 3, 2, 4])
+        return builder.op("Reshape", turned, builder.vector(-1, spec.num_heads * head_dim))
+
+    def _nothing(self, width: int) -> str:
+        """No new key, [B, 0, width]."""
+        builder = self._builder
+        if width not in self._no_keys:
+            shape = builder.op("Concat", builder.op("Shape", bindings.ROW_REQUESTS), builder.vector(0, width), axis=0)
+            self._no_keys[width] = builder.op("ConstantOfShape", shape)
+        return self._no_keys[width]
 
     def _folded_sink(self, layer: int) -> str:
         """Sinks of the folded heads [N * G]; empty where the layer has none."""
@@ -129,34 +170,39 @@ class FoldedBlockAttention:
             if form.window_from == "slot":
                 first = builder.op("Sub", slots, builder.scalar(form.window - 1))
             is_seen = builder.op("And", is_seen, builder.op("GreaterOrEqual", keys, first))  # [B, G or 1, J]
-        unseen = builder.constant(np.array(_UNSEEN, np.float32))
+        unseen = builder.constant(np.array(UNSEEN, np.float32))
         bias = builder.op("Where", is_seen, builder.constant(np.zeros((), np.float32)), unseen)
         heads = builder.vector(1, self._spec.num_heads, length, 1)
         of_heads = builder.op("Expand", builder.op("Unsqueeze", bias, builder.vector(1)), heads)  # [B, N, G, J]
         folded = builder.vector(0, self._spec.num_heads * length, 1, -1)
         return builder.op("Reshape", of_heads, folded)
 
-    def _write(self, cache: str, x: str, shape: LayerShape) -> tuple[str, str]:
-        """The cache with the whole block [R * G, K * H] behind the context, and the last slot alone [B, 1, K * H].
+    def _write(self, cache: str, x: str, shape: LayerShape) -> str:
+        """The cache with the whole block [R * G, K * H] behind the context, which was brought up before."""
+        builder, count = self._builder, shape.num_kv_heads
+        heads = builder.op("Reshape", x, builder.vector(-1, self._length, count, shape.head_dim))
+        context = bindings.cache_context_output(cache)
+        return builder.op("ScatterND", context, self._indices[count], heads, output=bindings.cache_block_output(cache))
+
+    def _last_of_rows(self, x: str, shape: LayerShape) -> str:
+        """The last slot alone, [R * G, K * H] -> [B, 1, K * H].
 
         The operator has to be given at least one new position: it gets the last slot, which it writes a second time.
         """
-        builder, count = self._builder, shape.num_kv_heads
-        heads = builder.op("Reshape", x, builder.vector(-1, self._length, count, shape.head_dim))
-        written = builder.op("ScatterND", cache, self._indices[count], heads, output=bindings.cache_block_output(cache))
-        slots = builder.op("Reshape", x, builder.vector(-1, self._length, count * shape.head_dim))
-        last = builder.op("Gather", slots, builder.scalar(self._length - 1), axis=1)  # [R, K * H]
-        return written, builder.op("Gather", last, self._row_requests, axis=0)
+        builder = self._builder
+        slots = builder.op("Reshape", x, builder.vector(-1, self._length, shape.num_kv_heads * shape.head_dim))
+        last = builder.op("Gather", slots, builder.vector(self._length - 1), axis=1)
+        return builder.op("Gather", last, bindings.ROW_REQUESTS, axis=0)
 
-    def _fold(self, query: str, head_dim: int) -> str:
+    def _heads_of_rows(self, query: str, head_dim: int) -> str:
         """[R * G, N * H] -> [B, 1, N * G * H]."""
         builder, spec = self._builder, self._spec
         slots = builder.op("Reshape", query, builder.vector(-1, self._length, spec.num_heads, head_dim))
         heads = builder.op("Transpose", slots, perm=[0, 2, 1, 3])
-        folded = builder.op("Reshape", heads, builder.vector(0, spec.num_heads * self._length * head_dim))
-        return builder.op("Gather", folded, self._row_requests, axis=0)
+        folded = builder.op("Reshape", heads, builder.vector(0, 1, spec.num_heads * self._length * head_dim))
+        return builder.op("Gather", folded, bindings.ROW_REQUESTS, axis=0)
 
-    def _unfold(self, attended: str, head_dim: int) -> str:
+    def _slots_of_heads(self, attended: str, head_dim: int) -> str:
         """[B, 1, N * G * H] -> [R * G, N * H]."""
         builder, spec = self._builder, self._spec
         blocks = builder.op("Gather", attended, bindings.BLOCK_ROWS, axis=0)

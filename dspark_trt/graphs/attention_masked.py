@@ -1,6 +1,9 @@
 """Attention under a mask over whole rows: without the kernels of `dspark::RowAttention`, and for what they do not do, a
 window, a sink, or another scale of the scores. Its cost follows the capacity of a row.
 
+Query heads that share one of several KV heads are more queries of it: TensorRT would copy the keys and values of every
+row for each of them.
+
 Shape letters: `B` rows and `S` padded query length of a group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 """
 
@@ -12,14 +15,13 @@ import numpy as np
 
 from dspark_trt.checkpoints.layout import SINK
 from dspark_trt.checkpoints.spec import BlockDrafterSpec, DecoderSpec
-from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.dims import MASK_SCOPE, NATIVE_HEAD_DIMS, DrafterDims, TargetDims
 from dspark_trt.graphs.builder import ONNX_TYPES, GraphBuilder
 from dspark_trt.graphs.weights import TensorSource
 
 Attend = Callable[
     [int, str, str, str], str
 ]  # layer, queries [B, N, S, H], keys and values [B, K, C, H] -> [B, N, S, H]
-_MAX_HEAD_DIM = 256  # of TensorRT's own attention
 _UNSEEN = -1e30
 
 
@@ -46,24 +48,44 @@ def masked_attention(
     last_seen: str,
     sinks: Sinks | None = None,
 ) -> Attend:
-    """Each query sees the positions from `first_seen` to `last_seen`, both [B, S] or of that shape when broadcast.
-    `sinks` of the layers, where some have one."""
+    """Each query sees the positions from `first_seen` to `last_seen`, both [B, S]. `sinks` of the layers, where some
+    have one."""
     positions = builder.constant(np.arange(dims.cache.capacity, dtype=np.int64))
-    mask = builder.op("LessOrEqual", positions, builder.op("Unsqueeze", last_seen, builder.vector(1, 3)))
-    if first_seen is not None:
-        is_near = builder.op("GreaterOrEqual", positions, builder.op("Unsqueeze", first_seen, builder.vector(1, 3)))
-        mask = builder.op("And", mask, is_near)  # [B, 1, S, C]
+    masks: dict[int, str] = {}
+
+    def mask_of(group: int) -> str:
+        """Of `group` query heads that share a KV head, one behind the other: [B, 1, group * S, C]."""
+        if group not in masks:
+            with builder.scope(MASK_SCOPE):
+                mask = builder.op("LessOrEqual", positions, _limits(builder, last_seen, group))
+                if first_seen is not None:
+                    is_near = builder.op("GreaterOrEqual", positions, _limits(builder, first_seen, group))
+                    mask = builder.op("And", mask, is_near)
+            masks[group] = mask
+        return masks[group]
 
     def attend(layer: int, query: str, keys: str, values: str) -> str:
-        sink = sinks.of(layer) if sinks is not None else ""
-        if spec.shape_of(layer).head_dim <= _MAX_HEAD_DIM and not sink:
-            return builder.op("Attention", query, keys, values, mask, scale=spec.score_scale_of(layer))
-        return _wide_attention(builder, spec, layer, dims, (query, keys, values), mask, sink)
+        shape, sink = spec.shape_of(layer), sinks.of(layer) if sinks is not None else ""
+        if shape.head_dim not in NATIVE_HEAD_DIMS or sink:
+            return _product_attention(builder, spec, layer, dims, (query, keys, values), mask_of(1), sink)
+        if shape.num_kv_heads == 1:  # of one head with several queries TensorRT has no kernel
+            return builder.op("Attention", query, keys, values, mask_of(1), scale=spec.score_scale_of(layer))
+        mask = mask_of(spec.num_heads // shape.num_kv_heads)
+        queries = builder.op("Reshape", query, builder.vector(0, shape.num_kv_heads, -1, shape.head_dim))
+        attended = builder.op("Attention", queries, keys, values, mask, scale=spec.score_scale_of(layer))
+        return builder.op("Reshape", attended, builder.vector(0, spec.num_heads, -1, shape.head_dim))
 
     return attend
 
 
-def _wide_attention(
+def _limits(builder: GraphBuilder, positions: str, group: int) -> str:
+    """[B, S] -> [B, 1, group * S, 1]."""
+    if group > 1:  # not Tile of the mask, which TensorRT-RTX 1.7.1 cannot compile beside experts
+        positions = builder.op("Concat", *[positions] * group, axis=1)
+    return builder.op("Unsqueeze", positions, builder.vector(1, 3))
+
+
+def _product_attention(
     builder: GraphBuilder,
     spec: DecoderSpec,
     layer: int,

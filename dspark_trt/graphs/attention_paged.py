@@ -1,4 +1,4 @@
-"""`paged`: attention for TensorRT, over a KV pool of pages that rows share (docs/adr/0015).
+"""`paged`: attention for TensorRT, over a KV pool of pages that rows share (docs/adr/0017).
 
 New keys and values enter the pool through the node `dspark::PageWrite`, in place; `dspark::RowAttention` attends over
 what is live of each row, through block tables. Queries stay packed: chunks of different lengths are one call, and
@@ -121,7 +121,8 @@ class PagedBlockAttention:
         if form.window is not None:
             begin = positions if form.window_from == "slot" else past
             reach = form.window - 1 if form.window_from == "slot" else form.window
-            first_seen = builder.op("Sub", begin, builder.scalar(reach))  # [R, G] or [R, 1]
+            first_seen = builder.op("Sub", begin, builder.scalar(reach))
+            first_seen = builder.op("Expand", first_seen, builder.vector(1, length))  # [R, G]
         sinks = self._sinks if form.has_sink else None
         attend = masked_attention(builder, spec, dims, first_seen, last_seen, sinks)
 

@@ -19,12 +19,10 @@ from dspark_trt.checkpoints.spec import DecoderSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims
 from dspark_trt.contract.drafter_form import LOWEST
-from dspark_trt.graphs.attention_gqa import score_attributes
-from dspark_trt.graphs.builder import CONTRIB_DOMAIN, GraphBuilder
+from dspark_trt.graphs.builder import GraphBuilder
+from dspark_trt.graphs.grouped_query import grouped_query_attention, no_sink, scaled_queries
 from dspark_trt.graphs.numbers import NUMPY_TYPES
 from dspark_trt.graphs.rotary import split_query_key
-
-_NUM_UNUSED_INPUTS = 9  # cos_cache .. k_norm_weight, between total_sequence_length and query_seqlens
 
 
 class GqaSlots:
@@ -70,21 +68,24 @@ class _GqaSlot:
     def attend(self, layer: int, query_key: str, value: str) -> str:
         """[R, (N+K)*H], [R, K*H] -> [R, N*H]."""
         builder, spec = self.builder, self.spec
-        query, key = split_query_key(builder, spec, layer, query_key)
+        query, key = split_query_key(builder, spec, layer, scaled_queries(builder, spec, layer, query_key))
         names = [self._names(cache(bindings.CONTEXT, layer)) for cache in (bindings.key_cache, bindings.value_cache)]
-        attended, _, _ = builder.multi_op(
-            "GroupQueryAttention",
-            *(builder.op("Unsqueeze", _of_rows(builder, x), builder.vector(1)) for x in (query, key, value)),
-            *(source for source, _ in names),
+        query, key, value = (
+            builder.op("Unsqueeze", _of_rows(builder, x), builder.vector(1)) for x in (query, key, value)
+        )
+        attended, _, _ = grouped_query_attention(
+            builder,
+            query,
+            [source for source, _ in names],
             self.last_positions,
             self.longest,
-            *[""] * _NUM_UNUSED_INPUTS,
-            self.query_lengths,
-            outputs=(None, *(output for _, output in names)),
-            domain=CONTRIB_DOMAIN,
             num_heads=spec.num_heads,
-            kv_num_heads=spec.num_kv_heads,
-            **score_attributes(spec, layer),
+            num_kv_heads=spec.num_kv_heads,
+            outputs=(None, names[0][1], names[1][1]),
+            key=key,
+            value=value,
+            sink=no_sink(builder, spec.num_heads),
+            query_lengths=self.query_lengths,
         )
         return _of_requests(builder, spec, attended)
 
@@ -95,8 +96,9 @@ class _GqaSlot:
         return source, bindings.cache_output(cache) if is_last else bindings.cache_slot_output(cache, self.slot)
 
 
-class StandardSlots:
-    """`standard`: keys and values of the slots stay in the graph, and the caches are only read.
+class UnwrittenSlots:
+    """`standard`, all slots in one graph, where none waits for a draft: keys and values of the slots stay in the graph,
+    and the caches are only read.
 
     TensorRT updates a cache once in a graph. Scores over the cache, under a mask, and over the slots stand side by side
     in one softmax; the cost follows the capacity of a row.
@@ -109,7 +111,7 @@ class StandardSlots:
         self._slots: defaultdict[int, list[tuple[str, str]]] = defaultdict(list)  # keys and values by layer
         self._is_context = ""  # [B, 1, 1, C]
 
-    def at(self, slot: int, positions: str) -> StandardSlots:
+    def at(self, slot: int, positions: str) -> UnwrittenSlots:
         """`positions` [R] of the slot's tokens; slots come in their order."""
         if not self._is_context:
             builder = self._builder

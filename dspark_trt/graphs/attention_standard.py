@@ -1,5 +1,5 @@
-"""`standard`: attention in standard operators, over rows: on ONNX Runtime where its own operators do not take a head,
-and as a check of them.
+"""`standard`: attention in standard operators, over rows: on ONNX Runtime where its own operators do not take a head
+and as a check of them, and on devices for drafters whose context stands in no pages.
 
 TensorScatter writes the padded keys and values into the rows, and Attention works under a mask that is always explicit
 (docs/architecture.md, "Attention"). The cost follows the capacity of a row, not its live length.
@@ -12,6 +12,8 @@ group, `N`/`K` query/KV heads, `H` head dim, `C` row capacity.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,14 +28,17 @@ from dspark_trt.graphs.rotary import split_query_key
 
 
 class StandardCausalAttention:
-    """The target: one attention per row group and layer."""
+    """Packed tokens of a target, or of a language model that drafts: one attention per row group and layer."""
 
-    def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims) -> None:
+    def __init__(
+        self, builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims | DrafterDims, groups: Sequence[str]
+    ) -> None:
+        """`groups`: row groups by name."""
         self._builder = builder
         self._spec = spec
-        self._groups: list[tuple[_Rows, dict[int | None, Attend]]] = []
+        self._groups: list[tuple[Rows, dict[int | None, Attend]]] = []
         self._windows = [window_in_rows(spec, layer, dims.limits) for layer in range(spec.num_layers)]
-        for group in bindings.TARGET_GROUPS:
+        for group in groups:
             tokens = bindings.group_tokens(group)
             past, query = bindings.group_past_lengths(group), bindings.group_query_lengths(group)
             with builder.scope(group):
@@ -45,10 +50,10 @@ class StandardCausalAttention:
                 )
                 last_seen = builder.op("Add", builder.op("Unsqueeze", past, builder.vector(1)), query_slots)  # [B, S]
                 attends = {
-                    window: _causal_attention(builder, spec, dims, window, last_seen)
+                    window: attend_up_to(builder, spec, dims, window, last_seen)
                     for window in dict.fromkeys(self._windows)
                 }
-                self._groups.append((_Rows(builder, spec, dims, group, tokens, past, query), attends))
+                self._groups.append((Rows(builder, spec, dims, group, tokens, past, query), attends))
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
         builder, spec = self._builder, self._spec
@@ -57,7 +62,7 @@ class StandardCausalAttention:
         for rows, attends in self._groups:
             attended = rows.attend(layer, query, key, value, attends[self._windows[layer]])  # [B, S, N * H]
             outputs.append(builder.op("Reshape", attended, builder.vector(-1, width)))
-        slots = builder.op("Concat", *outputs, axis=0)
+        slots = builder.op("Concat", *outputs, axis=0) if len(outputs) > 1 else outputs[0]
         return builder.op("Gather", slots, bindings.PADDED_INDICES, axis=0)
 
 
@@ -80,7 +85,7 @@ class StandardBlockAttention:
             forms = sorted({spec.attention_of(layer) for layer in range(spec.decoder.num_layers)}, key=str)
             self._attends = {form: self._attend_as(form, dims, row_past, slots) for form in forms}
             query = bindings.ROW_QUERY_LENGTHS
-            self._rows = _Rows(builder, spec.decoder, dims, bindings.CONTEXT, tokens, row_past, query)
+            self._rows = Rows(builder, spec.decoder, dims, bindings.CONTEXT, tokens, row_past, query)
 
     def _attend_as(self, form: BlockAttention, dims: DrafterDims, row_past: str, slots: str) -> Attend:
         """`row_past` [B] and `slots` [G]."""
@@ -93,12 +98,13 @@ class StandardBlockAttention:
                 "Expand", builder.op("Unsqueeze", row_last, builder.vector(1)), builder.vector(1, length)
             )
         if form.window is None and not form.has_sink:
-            return _causal_attention(builder, self._spec, dims, None, last_seen)
+            return attend_up_to(builder, self._spec, dims, None, last_seen)
         if form.window is None:
             return masked_attention(builder, self._spec, dims, None, last_seen, self._sinks)
         begin = positions if form.window_from == "slot" else builder.op("Unsqueeze", row_past, builder.vector(1))
         reach = form.window - 1 if form.window_from == "slot" else form.window
-        first_seen = builder.op("Sub", begin, builder.scalar(reach))  # [B, G] or [B, 1]
+        first_seen = builder.op("Sub", begin, builder.scalar(reach))
+        first_seen = builder.op("Expand", first_seen, builder.vector(1, length))  # [B, G]
         return masked_attention(builder, self._spec, dims, first_seen, last_seen, self._sinks)
 
     def attend(self, layer: int, query_key: str, value: str) -> str:
@@ -115,13 +121,13 @@ class StandardContext:
     def __init__(self, builder: GraphBuilder, spec: DecoderSpec, dims: DrafterDims) -> None:
         group = bindings.CONTEXT
         tokens, past = bindings.group_tokens(group), bindings.group_past_lengths(group)
-        self._rows = _Rows(builder, spec, dims, group, tokens, past, bindings.group_query_lengths(group))
+        self._rows = Rows(builder, spec, dims, group, tokens, past, bindings.group_query_lengths(group))
 
     def append(self, layer: int, key: str, value: str) -> None:
         self._rows.write(layer, key, value)
 
 
-class _Rows:
+class Rows:
     """Padded rows of one group: writing them and attending over them."""
 
     def __init__(
@@ -171,7 +177,7 @@ class _Rows:
         return self._builder.op("Transpose", slots, perm=[0, 2, 1, 3])
 
 
-def _causal_attention(
+def attend_up_to(
     builder: GraphBuilder, spec: DecoderSpec, dims: TargetDims | DrafterDims, window: int | None, last_seen: str
 ) -> Attend:
     """Each query sees the positions up to `last_seen` [B, S], the last `window` of them where there is one."""

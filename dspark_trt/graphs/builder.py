@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,9 @@ ONNX_TYPES: dict[ElementType, int] = {
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
 }
+
+
+Branch = tuple[Sequence[onnx.NodeProto], Sequence[str]]  # nodes, and the values that leave it
 
 
 class GraphBuilder:
@@ -62,6 +65,30 @@ class GraphBuilder:
         self._nodes.append(helper.make_node(op_type, inputs, names, name=name, domain=domain, **attributes))
         self._domains.setdefault(domain, 1)
         return names
+
+    @contextmanager
+    def branch(self) -> Iterator[list[onnx.NodeProto]]:
+        """Nodes that are made inside belong to a branch of `choose`. They see every value outside."""
+        outer, self._nodes = self._nodes, []
+        try:
+            yield self._nodes
+        finally:
+            self._nodes = outer
+
+    def choose(
+        self, condition: str, then: Branch, other: Branch, *, element_type: ElementType, outputs: Iterable[str | None]
+    ) -> tuple[str, ...]:
+        """The values of one of two branches, all of that element type; None asks for a fresh name."""
+        subgraphs = [
+            helper.make_graph(
+                nodes,
+                self.fresh("branch"),
+                [],
+                [helper.make_tensor_value_info(value, ONNX_TYPES[element_type], None) for value in values],
+            )
+            for nodes, values in (then, other)
+        ]
+        return self.multi_op("If", condition, outputs=outputs, then_branch=subgraphs[0], else_branch=subgraphs[1])
 
     def node(self, node: onnx.NodeProto, function: onnx.FunctionProto) -> None:
         """A node of a custom domain together with its function body, which all nodes of that operation share."""

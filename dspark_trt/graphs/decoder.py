@@ -14,7 +14,6 @@ from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.experts import Experts
 from dspark_trt.graphs.linears import Linears
 from dspark_trt.graphs.numbers import NUMPY_TYPES, Numbers
-from dspark_trt.graphs.quantize import LinearBits
 from dspark_trt.graphs.rotary import Rotary
 from dspark_trt.graphs.weights import TensorSource
 
@@ -28,14 +27,13 @@ class DecoderParts:
         spec: DecoderSpec,
         source: TensorSource,
         numbers: Numbers,
+        linear: Linears,
         *,
-        bits: LinearBits,
         positions: str,
         num_positions: int,
         experts: Experts | None = None,
-        is_read_again: bool = False,
     ) -> None:
-        """`positions` [T] of the packed tokens, all below `num_positions`; `is_read_again` as in `Linears`.
+        """`positions` [T] of the packed tokens, all below `num_positions`; `linear`: the Linear layers of `source`.
 
         `experts`: where the spec has some.
         """
@@ -44,7 +42,7 @@ class DecoderParts:
         self._source = source
         self._numbers = numbers
         self._experts = experts
-        self._linear = Linears(builder, source, bits, numbers.model, is_read_again=is_read_again)
+        self._linear = linear
         self._projections: dict[tuple[int, str, str], str] = {}
         shapes = [spec.shape_of(layer) for layer in range(spec.num_layers)]
         forms = dict.fromkeys((shape.rope, shape.head_dim) for shape in shapes)
@@ -65,22 +63,28 @@ class DecoderParts:
             attended = attention.attend(layer, self.query_key(layer, normed), self.value(layer, normed))
             return self.layer_output(layer, x, attended)
 
-    def layer_output(self, layer: int, x: str, attended: str) -> str:
-        """What the layer makes of its residual stream [T, D], once attention [T, N * H] is there: [T, D]."""
+    def layer_output(self, layer: int, x: str, attended: str, *, stream: FloatType | None = None) -> str:
+        """What the layer makes of its residual stream [T, D], once attention [T, N * H] is there: [T, D].
+        `stream`: the element type of the residual stream (None: the model's)."""
         if self._spec.gemma is not None:
-            return self._gemma_halves(layer, x, attended)
-        x = self._builder.op("Add", x, self.attention_output(layer, attended))
-        mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm"))
-        return self._builder.op("Add", x, mlp)
+            return self._gemma_halves(layer, x, attended, stream)
+        x = self._add(x, self.attention_output(layer, attended), stream)
+        mlp = self.mlp(layer, self.norm(x, f"layers.{layer}.post_attention_layernorm", source=stream))
+        return self._add(x, mlp, stream)
 
-    def _gemma_halves(self, layer: int, x: str, attended: str) -> str:
+    def _add(self, x: str, output: str, stream: FloatType | None) -> str:
+        """An output of the model's type to the residual stream."""
+        model = self._numbers.model
+        return self._builder.op("Add", x, self._numbers.cast(self._builder, output, model, stream or model))
+
+    def _gemma_halves(self, layer: int, x: str, attended: str, stream: FloatType | None) -> str:
         """Both halves of a layer, each with a norm before and behind, and the scale of the layer's output."""
         name = f"layers.{layer}"
         output = self.norm(self.attention_output(layer, attended), f"{name}.post_attention_layernorm")
-        x = self._builder.op("Add", x, output)
-        mlp = self.mlp(layer, self.norm(x, f"{name}.pre_feedforward_layernorm"))
-        x = self._builder.op("Add", x, self.norm(mlp, f"{name}.post_feedforward_layernorm"))
-        scale = self._builder.initializer(self._source.tensor(f"{name}.layer_scalar", self._numbers.model))
+        x = self._add(x, output, stream)
+        mlp = self.mlp(layer, self.norm(x, f"{name}.pre_feedforward_layernorm", source=stream))
+        x = self._add(x, self.norm(mlp, f"{name}.post_feedforward_layernorm"), stream)
+        scale = self._builder.initializer(self._source.tensor(f"{name}.layer_scalar", stream or self._numbers.model))
         return self._builder.op("Mul", x, scale)
 
     def linear(self, x: str, weight: str) -> str:

@@ -24,6 +24,7 @@ from dspark_trt.checkpoints.spec import (
 from dspark_trt.checkpoints.views import OneTensor, SelectedRows
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import PORTABLE, Attention, device_attention, drafter_dims, host_attention, to_metadata
+from dspark_trt.contract.draft_bindings import draft_inputs, draft_outputs
 from dspark_trt.contract.drafter_form import PLAIN_DRAFTER, DrafterForm, proposed_ids, slot_counts
 from dspark_trt.contract.model_bindings import model_inputs, model_outputs
 from dspark_trt.contract.precision import Precision
@@ -120,7 +121,7 @@ def write_drafter_graphs(
         ingest.save(folder / bindings.INGEST_GRAPH, to_metadata(dims))
         for num_slots in (spec.gamma,) if attention in PORTABLE else slot_counts(spec.gamma):
             of_slots = replace(dims, gamma=num_slots)
-            draft = _graph("drafter_draft", bindings.draft_inputs(of_slots), bindings.draft_outputs(of_slots))
+            draft = _graph("drafter_draft", draft_inputs(of_slots), draft_outputs(of_slots))
             family.emit_draft(draft, replace(parts, dims=of_slots))
             draft.save(folder / bindings.draft_graph(num_slots, spec.gamma), to_metadata(of_slots))
 

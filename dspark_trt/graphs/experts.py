@@ -71,9 +71,8 @@ class Experts:
 
     def _chosen_of_blocks(self, layer: int, x: str, scores: str) -> str:
         """QMoE normalises in any case, unless it is given what to weight the experts by."""
-        spec, builder, bits = self._spec, self._builder, self._bits
-        if not isinstance(bits, int):
-            raise ExportError(f"experts: expected weights of 4 or 8 bits, found {bits!r}; choose another --precision")
+        spec, builder = self._spec, self._builder
+        bits = self._bits if isinstance(self._bits, int) else 8  # no operator has experts quantised by rows
         inputs = [x, scores]
         for name in (EXPERTS_UP, EXPERTS_DOWN):
             weight = f"layers.{layer}.{name}"

@@ -2,7 +2,8 @@
 
 What stays float32 in a 16-bit graph: norms with their weights, logits, confidences, temperatures, uniforms and
 everything inside of MarkovHead. In float16 also the drafter's `fc` and `hidden_norm`: taps are raw residual streams,
-whose massive activations (beyond 2e4 for Qwen3-8B) `fc` would carry past 65504.
+whose massive activations (beyond 2e4 for Qwen3-8B) `fc` would carry past 65504; and the residual stream of an EAGLE-3
+drafter, which begins with what `fc` gives.
 """
 
 from __future__ import annotations

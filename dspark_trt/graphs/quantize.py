@@ -1,13 +1,17 @@
-"""Block quantisation of Linear weights for `com.microsoft.MatMulNBits` (opt-in precisions int8 and int4).
+"""Quantised weights of Linear layers on ONNX Runtime (opt-in precisions int8 and int4).
 
-A row of a weight [out, in] is cut into blocks of 32 along `in`; each block has one float32 scale and integers around a
-zero point of 2^(bits-1). Activations are quantised to eight bits per block while the graph runs (accuracy level 4).
+`int8`, by rows: eight bits and one scale for each output of a weight [out, in]; activations get one scale for each row
+while the graph runs (see linears.py). The sums are of integers, exact in any order, so a row of the product depends on
+that row alone, bit for bit. The target's layers and head; the drafter's where its own precision is int8.
 
-What is quantised: the Linear layers of the decoder stack. `int8`: all in eight bits. `int4`: the target's layers in
-four bits, the output head and the drafter in eight, because a wrong logit costs more than the bytes saved and a drafter
-pays for coarse weights with acceptance. What never is: the embedding (a step reads a few of its rows), norms, biases,
-the drafter's `fc` (raw residual streams have outliers that eight-bit activations cannot hold), Markov head and
-confidence head.
+`int4`, by blocks, for `com.microsoft.MatMulNBits`: a row of a weight is cut into blocks of 32 along `in`; each block
+has one float32 scale and integers around a zero point of 2^(bits-1). Activations are quantised to eight bits per block
+while the graph runs (accuracy level 4). The target's layers in four bits, the output head and the drafter in eight,
+because a wrong logit costs more than the bytes saved and a drafter pays for coarse weights with acceptance.
+
+What never is: the embedding (a step reads a few of its rows), norms, biases, the drafter's `fc` (raw residual streams
+have outliers that eight-bit activations cannot hold), Markov head and confidence head. Experts of a mixture are of
+blocks at either precision.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from numpy.typing import NDArray
 
 from dspark_trt.contract.drafter_form import DrafterPrecision
 from dspark_trt.contract.precision import Precision
+from dspark_trt.machine import cpu
 
 BLOCK_SIZE = 32
 ACCURACY_LEVEL = 4  # int8 activations
@@ -41,14 +46,15 @@ class Quantisation:
 
 
 def quantisation(precision: Precision, drafter: DrafterPrecision = "fp32") -> Quantisation:
-    """`drafter` is the drafter's own precision where the target is float32."""
+    """`drafter` is the drafter's own precision where the target is of float32 or int8."""
+    own: LinearBits = "rows" if drafter == "int8" else None
     match precision:
-        case "fp32" if drafter == "int8":
-            return Quantisation(None, "rows", None, "rows")
-        case "fp32" | "bf16" | "fp16":
-            return Quantisation(None, None, None, None)
+        case "fp32":
+            return Quantisation(None, own, None, own)
         case "int8":
-            return Quantisation(8, 8, 8, 8)
+            return Quantisation("rows", own, "rows", own)
+        case "bf16" | "fp16":
+            return Quantisation(None, None, None, None)
         case "int4":
             return Quantisation(4, 8, 8, 8)
 
@@ -91,6 +97,19 @@ def _quantize(values: NDArray[np.float32], bits: int) -> tuple[NDArray[np.uint8]
     if bits == 4:
         integers = integers[..., ::2] | integers[..., 1::2] << 4
     return integers, scales[..., 0].astype(np.float32, copy=False)
+
+
+def largest_integer() -> int:
+    """Of a quantised activation, to both sides of the zero point: what the processor sums without saturating.
+
+    ONNX Runtime adds two products in 16 bits on an x86 processor without VNNI: there it is seven bits.
+    """
+    return 127 if cpu.has_exact_byte_products() else 63
+
+
+def low_step() -> float:
+    """Of the second integer of an activation in sixteen bits: the integers together span one step of the first."""
+    return 0.5 / largest_integer()
 
 
 def row_names(name: str) -> tuple[str, str]:

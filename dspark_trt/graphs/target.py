@@ -5,6 +5,7 @@ Shape letters: `T` packed tokens, `L` logit rows, `V` vocabulary, `D` hidden, `M
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from dspark_trt.checkpoints.layout import EMBEDDING, HEAD
@@ -21,9 +22,11 @@ from dspark_trt.graphs.experts import Experts
 from dspark_trt.graphs.limits import check_limits
 from dspark_trt.graphs.linears import Linears
 from dspark_trt.graphs.numbers import Numbers, numbers_of
-from dspark_trt.graphs.quantize import Quantisation, quantisation
+from dspark_trt.graphs.quantize import quantisation
+from dspark_trt.graphs.switched import SwitchedLinears
 from dspark_trt.graphs.weights import TensorSource, WeightFolder
 
+MIN_EXACT_QUERY = 2  # below it, ONNX Runtime's attention sums in another order
 EMBEDDING_OUTPUT = -1  # the tap "layer" that stands for the embedding output
 
 
@@ -37,6 +40,8 @@ def write_target_graph(
     precision: Precision,
     attention: Attention,
     norm_last_tap: bool = False,
+    wide_inputs: Collection[str] = (),
+    is_mapped: bool = False,
 ) -> None:
     """Write target.onnx and its weights into `folder`.
 
@@ -44,6 +49,8 @@ def write_target_graph(
         taps: outputs of these decoder layers become the output `taps`, in this order; -1 is the embedding output.
             Without any there is no such output.
         norm_last_tap: whether a tap of the last layer is taken behind the final norm.
+        wide_inputs: at int8, weights whose activations get sixteen bits, by canonical name.
+        is_mapped: float32 weights stay in their file, memory-mapped: slower, and no second copy of them in memory.
 
     Raises ExportError when a tap or a limit does not fit the target, attention does not fit the precision, or a weight
     exceeds float16.
@@ -58,15 +65,48 @@ def write_target_graph(
             )
     form = usable_form(attention, spec.decoder, "target")
     numbers = numbers_of(precision, form)
-    dims = target_dims(spec, num_taps=len(taps), limits=limits, attention=form, element_type=numbers.model)
+    dims = target_dims(
+        spec,
+        num_taps=len(taps),
+        limits=limits,
+        attention=form,
+        element_type=numbers.model,
+        min_query_length=MIN_EXACT_QUERY if precision == "int8" and form == "gqa" else 1,
+    )
     builder = GraphBuilder("target")
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
         bits = quantisation(precision)
+        layers, head = (
+            Linears(builder, weights, each, numbers.model, is_read_again=is_mapped, wide_inputs=wide_inputs)
+            for each in (bits.target_layers, bits.head)
+        )
         experts = None
         if (experts_spec := spec.decoder.experts) is not None:
             experts = Experts(builder, experts_spec, weights, numbers, bits=bits.target_layers, attention=attention)
-        _emit(builder, spec, dims, taps, weights, bits, numbers, gamma, norm_last_tap, experts)
+        _emit(builder, spec, dims, taps, weights, layers, head, numbers, gamma, norm_last_tap, experts)
         builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
+
+
+def write_switched_graph(
+    checkpoint: TargetCheckpoint, folder: Path, *, limits: EngineLimits, gamma: int
+) -> tuple[str, ...]:
+    """Write target.onnx of int8 with a further input, bindings.LOW_STEPS; its Linear layers, in their order.
+
+    Raises ExportError when a limit does not fit the target.
+    """
+    spec = checkpoint.spec
+    check_limits(limits, spec.decoder, gamma=gamma, what="target")
+    dims = target_dims(spec, num_taps=0, limits=limits, attention=usable_form("gqa", spec.decoder, "target"))
+    builder, numbers = GraphBuilder("target"), Numbers()
+    with WeightFolder(folder, "target", checkpoint.weights) as weights:
+        builder.input(bindings.low_steps())
+        linears = SwitchedLinears(builder, weights)
+        experts = None
+        if (experts_spec := spec.decoder.experts) is not None:
+            experts = Experts(builder, experts_spec, weights, numbers, bits="rows", attention=dims.attention)
+        _emit(builder, spec, dims, (), weights, linears, linears, numbers, gamma, False, experts)
+        builder.save(folder / bindings.TARGET_GRAPH, to_metadata(dims))
+    return tuple(linears.weights)
 
 
 def head_weight(spec: TargetSpec) -> str:
@@ -80,7 +120,8 @@ def _emit(
     dims: TargetDims,
     taps: tuple[int, ...],
     weights: TensorSource,
-    bits: Quantisation,
+    layers: Linears,
+    head: Linears,
     numbers: Numbers,
     gamma: int,
     norm_last_tap: bool,
@@ -95,7 +136,7 @@ def _emit(
         spec.decoder,
         weights,
         numbers,
-        bits=bits.target_layers,
+        layers,
         positions=bindings.POSITIONS,
         num_positions=dims.limits.max_seq_len,
         experts=experts,
@@ -113,7 +154,6 @@ def _emit(
     if taps:
         builder.op("Concat", *(outputs[layer] for layer in taps), axis=1, output=bindings.TAPS)
     wanted = builder.op("Gather", x, bindings.LOGIT_ROWS, axis=0)  # [L, D]
-    head = Linears(builder, weights, bits.head, dims.element_type)
     cap, is_cast = spec.decoder.logit_softcap, numbers.model != "float32"
     is_last = not is_cast and cap is None
     logits = head(parts.norm(wanted, "norm"), head_weight(spec), output=bindings.LOGITS if is_last else None)

@@ -39,6 +39,16 @@ def instruction_sets() -> str:
     return " ".join(name for name in _EXTENSIONS if name in flags)
 
 
+def has_exact_byte_products() -> bool:
+    """Whether products of an unsigned and a signed byte are summed in 32 bits.
+
+    An x86 processor without VNNI adds pairs of them in 16 bits, where large ones saturate.
+    """
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    return any(name.endswith("vnni") for name in instruction_sets().split())
+
+
 def memory_bytes() -> int:
     """Memory that this process may use: the machine's, or less where its container says so."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -108,7 +108,9 @@ class DecodingLoop:
         self._prefix_cache: PrefixCache | PrefixPages | None = None
         self._room: PageRoom | None = None
         if (tables := self._engines.tables) is not None:
-            prefix_pages = PrefixPages(self._engines, tables, self._rows, self.totals) if prefix_cache else None
+            # who shares pages has to share the context of their positions with them
+            is_sharing = prefix_cache and (self._engines.drafter is None or tables.limits.holds_context)
+            prefix_pages = PrefixPages(self._engines, tables, self._rows, self.totals) if is_sharing else None
             self._room = PageRoom(self._engines, tables, self._rows, prefix_pages)
             self._prefix_cache = prefix_pages
         elif prefix_cache:

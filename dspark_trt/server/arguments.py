@@ -22,6 +22,7 @@ def server_arguments(options: ServeOptions, admin_key: str, shared_memory_prefix
         yield f"--{service}-port={port}"
     yield f"--http-restricted-api={_RESTRICTED}:X-Dspark-Admin={admin_key}"
     yield f"--grpc-restricted-protocol={_RESTRICTED}:dspark-admin={admin_key}"
+    yield "--disable-auto-complete-config"  # ours are complete: to ask a model, each would be loaded once more
     yield f"--exit-timeout-secs={int(options.drain_s) + EXIT_MARGIN_S}"
     yield "--allow-gpu-metrics=false"
     yield "--pinned-memory-pool-byte-size=0"  # all tensors live in host memory

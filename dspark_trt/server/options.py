@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import time
+from collections import deque
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -28,6 +30,28 @@ class RestartPolicy:
     def pause_s(self, num_restarts: int) -> float:
         """Before the restart of this number, 0 being the first."""
         return min(self.first_pause_s * 4.0**num_restarts, self.max_pause_s)
+
+
+class Restarts:
+    """Those that a policy still counts."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._at: deque[float] = deque()
+
+    @property
+    def num_counted(self) -> int:
+        return len(self._at)
+
+    def next_pause_s(self) -> float | None:
+        """Seconds before the restart that is due now, which counts from here on; None: it is given up."""
+        now = time.monotonic()
+        while self._at and now - self._at[0] > self._policy.healthy_s:
+            self._at.popleft()
+        if len(self._at) == self._policy.max_restarts:
+            return None
+        self._at.append(now)
+        return self._policy.pause_s(len(self._at) - 1)
 
 
 @dataclass(frozen=True, slots=True)

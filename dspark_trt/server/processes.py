@@ -45,14 +45,14 @@ def running_in_group(group: int) -> list[int]:
 
 def stubs_of_group(group: int) -> list[int]:
     """The processes that run the Python models of a server."""
-    return [pid for pid in running_in_group(group) if STUB in _command_line(pid)]
+    return [pid for pid in running_in_group(group) if STUB in command_line(pid)]
 
 
 def mentioned_in(text: str) -> list[int]:
     """The processes whose command line has `text`, this one left out."""
     wanted = text.encode()
     pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [pid for pid in pids if pid != os.getpid() and wanted in _command_line(pid) and is_running(pid)]
+    return [pid for pid in pids if pid != os.getpid() and wanted in command_line(pid) and is_running(pid)]
 
 
 def kill_all_that_mention(text: str, *, timeout_s: float) -> None:
@@ -93,7 +93,8 @@ def remove_shared_memory(prefix: str) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def _command_line(pid: int) -> bytes:
+def command_line(pid: int) -> bytes:
+    """Its arguments, each ended by a zero; nothing where there is no such process."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:  # it ended meanwhile

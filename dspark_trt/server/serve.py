@@ -7,7 +7,6 @@ import logging
 import signal
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -18,7 +17,7 @@ from dspark_trt.errors import EngineBuildError
 from dspark_trt.server.exposure import confine
 from dspark_trt.server.openai.process import FrontEndProcess, check_front_end, start_front_end
 from dspark_trt.server.openai.settings import FrontEndOptions
-from dspark_trt.server.options import ServeOptions
+from dspark_trt.server.options import Restarts, ServeOptions
 from dspark_trt.server.signals import stop_signals
 from dspark_trt.server.supervisor import TritonServer
 from dspark_trt.steptable.table import StepTable
@@ -95,35 +94,35 @@ def keep_alive(server: TritonServer, on_event: Callable[[str], None], front_end:
     Raises EngineBuildError when that does not help. Otherwise only an exception ends it, such as KeyboardInterrupt.
     """
     policy = server.options.restarts
-    restarts: deque[float] = deque()
+    restarts, front_end_restarts = Restarts(policy), Restarts(policy)
     while True:
         time.sleep(_CHECK_INTERVAL_S)
-        if front_end is not None and front_end.has_died():
-            on_event("the front end failed and is started again")
-            front_end.restart()
+        if front_end is not None and (reason := front_end.fault()) is not None:
+            if front_end_restarts.next_pause_s() is None:
+                times = policy.max_restarts + 1
+                raise EngineBuildError(f"the front end failed {times} times and is given up; the last time: {reason}")
+            on_event(f"the front end failed and is started again: {reason}")
+            with contextlib.suppress(EngineBuildError):  # seen in the next round
+                front_end.restart()
         reason = server.fault()
         while reason is not None:
             server.kill()  # first: whoever waits for an answer gets an error now
-            now = time.monotonic()
-            while restarts and now - restarts[0] > policy.healthy_s:
-                restarts.popleft()
-            if len(restarts) == policy.max_restarts:
+            pause_s = restarts.next_pause_s()
+            if pause_s is None:
                 raise EngineBuildError(
-                    f"the server failed {len(restarts) + 1} times and is given up; the last time: {reason}; "
+                    f"the server failed {policy.max_restarts + 1} times and is given up; the last time: {reason}; "
                     f"{server.log_tail()}"
                 )
-            pause_s = policy.pause_s(len(restarts))
-            restarts.append(now)
             on_event(
                 f"the server failed: {reason}; it is started again in {pause_s:g} s "
-                f"({len(restarts)} of {policy.max_restarts})"
+                f"({restarts.num_counted} of {policy.max_restarts})"
             )
             time.sleep(pause_s)
             try:
                 server.start()
                 on_event("the server answers again")
                 reason = None
-            except EngineBuildError as error:
+            except (EngineBuildError, OSError) as error:  # the latter: no memory, descriptors or disk for a process
                 reason = str(error)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import sys
 import threading
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 _LEVELS = {"I": "info", "W": "warning", "E": "error", "F": "fatal", "V": "debug"}
 _TRITON = re.compile(r'(?P<level>[IWEFV])\d{4} \d\d:\d\d:\d\d\.\d+ \d+ (?P<where>[\w./-]+:\d+)\] "?(?P<message>.*?)"?$')
@@ -53,7 +54,16 @@ class ServerLog:
             for line in lines:
                 if line.strip() and not (self._is_quiet and any(noise in line for noise in _NOISE)):
                     text = json.dumps(as_record(line.rstrip("\n"))) if self._is_json else line.rstrip("\n")
-                    print(text, file=sys.stderr, flush=True)
+                    say(text)
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Print a line for whoever started the server, on standard error or `stream`.
+
+    A full disk or a reader that has gone costs the line, and nothing else: whoever is served is no part of it.
+    """
+    with contextlib.suppress(OSError, ValueError):  # the latter: it was closed
+        print(text, file=stream or sys.stderr, flush=True)
 
 
 def as_event(message: str) -> dict[str, Any]:

@@ -33,3 +33,36 @@ def signals_ignored() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_deferred() -> Iterator[None]:
+    """A signal that comes within the block counts when the block is over: none interrupts it, and none is lost."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda number, frame: came.append(number)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        _deliver(came)
+
+
+def _deliver(numbers: list[int]) -> None:
+    """Also where the first of them raises: a second one may mean something else."""
+    interrupt: KeyboardInterrupt | None = None
+    for number in numbers:
+        handler = signal.getsignal(number)
+        try:
+            if callable(handler):
+                handler(number, None)
+            else:
+                signal.raise_signal(number)
+        except KeyboardInterrupt as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt

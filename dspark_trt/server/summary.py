@@ -11,8 +11,8 @@ from typing import Any
 from dspark_trt.building.finished import read_finished
 from dspark_trt.checkpoints.spec import NgramSpec
 from dspark_trt.checkpoints.spec_json import read_draft_source, target_spec_from_json
+from dspark_trt.contract.cache_dims import CacheDims
 from dspark_trt.contract.dims import (
-    CacheDims,
     FloatType,
     device_attention,
     drafter_dims,

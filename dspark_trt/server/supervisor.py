@@ -17,14 +17,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError
 from dspark_trt.machine.address import in_url
 from dspark_trt.server.arguments import EXIT_MARGIN_S, server_arguments
-from dspark_trt.server.http_calls import generate, is_ready
+from dspark_trt.server.http_calls import generate, is_ready, probe
 from dspark_trt.server.options import ServeOptions, with_ports
 from dspark_trt.server.prober import Prober
 from dspark_trt.server.processes import (
@@ -38,13 +38,13 @@ from dspark_trt.server.processes import (
 from dspark_trt.server.run_folder import RunFolder
 from dspark_trt.server.server_log import ServerLog
 from dspark_trt.server.server_tree import find_server
-from dspark_trt.server.signals import signals_ignored
+from dspark_trt.server.signals import signals_deferred, signals_ignored
+from dspark_trt.server.start_watch import FirstAnswer, StartWatch
 from dspark_trt.serving.control import send_command
 from dspark_trt.steptable.table import StepTable
 
 __all__ = ["TritonServer", "generate"]
 
-_KILL_TIMEOUT_S = 10  # after which a server that does not stop is killed
 _ORPHAN_TIMEOUT_S = 2  # for killed processes to be gone
 _FIRST_ANSWER_TIMEOUT_S = 60
 _POLL_S = 0.05
@@ -122,20 +122,23 @@ class TritonServer:
             command += [f"--backend-directory={tree.backend_directory}"]
         output = self._log.open()
         try:
-            self._process = subprocess.Popen(
-                command,
-                env=tree.environment(),
-                cwd=tree.working_directory or self._folder.empty,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            with signals_deferred():  # a process that was started must be known
+                self._process = subprocess.Popen(
+                    command,
+                    env=tree.environment(),
+                    cwd=tree.working_directory or self._folder.empty,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
         finally:
             self._log.opened()
         self._wait_until_answering()
         self._stubs = stubs_of_group(self._process.pid)
-        self._prober = Prober(self.http_url, self._options.probe_interval_s, self._options.probe_timeout_s)
+        timeout_s = self._options.probe_timeout_s
+        ask = partial(probe, self.http_url, timeout_s=timeout_s)
+        self._prober = Prober(ask, self._options.probe_interval_s, timeout_s)
 
     def fault(self) -> str | None:
         """Why the server can no longer serve; None while it can. Cheap: to be asked several times a second."""
@@ -170,7 +173,7 @@ class TritonServer:
 
     def kill(self) -> None:
         """End every process of the server at once: its clients see that their connections end."""
-        with signals_ignored():
+        with signals_deferred():
             if self._prober is not None:
                 self._prober.close()
                 self._prober = None
@@ -179,13 +182,9 @@ class TritonServer:
                 self._process = None
 
     def stop(self) -> None:
-        """End the server and all that was made for it. Safe to call twice."""
+        """End the server and all that was made for it, at once; for running requests `drain` comes first. Safe to call
+        twice."""
         with signals_ignored():
-            if self._process is not None and not self.has_died():
-                os.kill(self._process.pid, signal.SIGINT)
-                deadline = time.monotonic() + _KILL_TIMEOUT_S
-                while not self.has_died() and time.monotonic() < deadline:
-                    time.sleep(_POLL_S)
             self.kill()
             if self._folder is not None:
                 self._folder.close()
@@ -204,23 +203,30 @@ class TritonServer:
         return f"tritonserver serving {self._build_dir} ended by itself; {self.log_tail()}"
 
     def _wait_until_answering(self) -> None:
-        deadline = time.monotonic() + self._options.startup_timeout_s
+        assert self._process is not None, "started before"
+        watch, deadline = StartWatch(self._process.pid), time.monotonic() + self._options.startup_timeout_s
         while not is_ready(self.http_url):
-            if self.has_died():
-                raise EngineBuildError(self.describe_death())
+            self._check_start(watch)
             if time.monotonic() > deadline:
                 waited = f"{self._options.startup_timeout_s:g} s"
                 raise EngineBuildError(
                     f"tritonserver serving {self._build_dir} is not ready after {waited}; {self.log_tail()}"
                 )
             time.sleep(_POLL_S)
-        try:
-            generate(self.http_url, {"text_input": "Hello", "max_tokens": 1}, timeout_s=_FIRST_ANSWER_TIMEOUT_S)
-        except OSError as error:
-            reason = error.read().decode(errors="replace") if isinstance(error, HTTPError) else str(error)
+        first = FirstAnswer(self.http_url, _FIRST_ANSWER_TIMEOUT_S)
+        while first.is_awaited():
+            self._check_start(watch)
+        if first.error is not None:
             raise EngineBuildError(
-                f"tritonserver serving {self._build_dir} is ready but does not answer: {reason}; {self.log_tail()}"
-            ) from error
+                f"tritonserver serving {self._build_dir} is ready but does not answer: {first.error}; {self.log_tail()}"
+            )
+
+    def _check_start(self, watch: StartWatch) -> None:
+        """Raises EngineBuildError when the server will not come up any more."""
+        if self.has_died():
+            raise EngineBuildError(self.describe_death())
+        if (fault := watch.fault()) is not None:
+            raise EngineBuildError(f"tritonserver serving {self._build_dir} does not start: {fault}; {self.log_tail()}")
 
     def log_tail(self) -> str:
         log_file = self._options.log_file

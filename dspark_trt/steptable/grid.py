@@ -12,6 +12,7 @@ from dspark_trt.contract.acceptance import AcceptBatch
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 
 SHALLOW_CONTEXT_TOKENS = 128
+TILE_TOKENS = 12  # that ONNX Runtime's matrix kernels compute at once with AVX-512
 DEEP_CONTEXT_TOKENS = (1024,)  # as far as the rows hold them
 
 # generation_config.json of Qwen3
@@ -33,6 +34,8 @@ def extra_grid(num_requests: int, gamma: int, limits: EngineLimits) -> tuple[int
     """
     most = limits.max_batch_tokens - num_requests
     few = {0, 1, 2, 3, 4, 6, 8, 12, 16, 24}
+    if num_requests < TILE_TOKENS:  # calls of fewer may be cheaper padded (see `padding`)
+        few.add(TILE_TOKENS - num_requests)
     drafts = {num_requests * count for count in range(gamma + 1) if count <= 4 or count == gamma}
     last = num_requests * gamma
     if num_requests == 1:

@@ -10,7 +10,7 @@ sizes (`is_padded`): there the padded size is what is paid.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.errors import ManifestError, abridged, place
+from dspark_trt.steptable.padding import padded_points, token_buckets
 
 SCHEMA_VERSION = 2
 CONTEXT_STEP = 32  # prices are computed for context depths rounded to so many positions
@@ -103,6 +104,8 @@ class StepTable:
                     added = np.maximum(values - dense[0, at, tokens], 0.0)
                     dense[depth, at] = dense[0, at] + np.interp(extra, tokens, added)
                     continue
+                if not self.is_padded:
+                    values = values[padded_points(values.tolist())]
                 curve = self._stair(extra, tokens, isotonic(values.tolist()))
                 if at:
                     behind = extra > tokens[-1]
@@ -129,6 +132,17 @@ class StepTable:
         slope = (curve[-1] - curve[half]) / max(len(curve) - 1 - half, 1)
         tokens = np.arange(first, last + 1)
         return np.asarray(curve[np.minimum(tokens, len(curve) - 1)] + np.maximum(tokens - (len(curve) - 1), 0) * slope)
+
+    def padded_tokens(self, num_requests: int, num_tokens: int) -> int:
+        """Packed tokens that a call takes least time with, measured for as many requests or the next fewer."""
+        at = max(bisect_right(self.num_requests, num_requests) - 1, 0)
+        return num_tokens if self.is_padded else self._buckets[at].get(num_tokens, num_tokens)
+
+    @cached_property
+    def _buckets(self) -> list[dict[int, int]]:
+        """By request count."""
+        rows = zip(self.num_requests, self.step_ms[0], strict=True)
+        return [token_buckets(count, self.extra_tokens, row) for count, row in rows]
 
     def draft_cost(self, num_requests: int, num_slots: int, context_tokens: float) -> float:
         """Milliseconds of a block of num_slots for so many requests, nothing ingested; 0 without requests or

@@ -19,7 +19,7 @@ from tests.engine.test_onnxruntime_drafter_forms import drafts
 from tests.engine.test_torch_sessions import DRAFT, Pair, assert_close
 from tests.engine.test_torch_sessions import LIMITS as DEVICE_LIMITS
 from tests.support.conversations import open_pair
-from tests.support.onnxruntime_device_session import write_paged_graphs
+from tests.support.onnxruntime_device_session import write_device_graphs
 from tests.support.session_calls import POISONS, caches_of, copied, draft_call, run_graph
 from tests.support.toy_engines import make_loop, run
 
@@ -74,7 +74,7 @@ def test_blocks_of_fewer_slots_equal_the_reference(form: str, tmp_path: Path) ->
 @pytest.mark.parametrize("form", FORMS)
 def test_the_session_of_a_device_equals_its_graph(form: str, tmp_path: Path) -> None:
     sessions = Pair(*formed_pair(tmp_path, form))
-    write_paged_graphs(sessions.target, sessions.drafter, tmp_path / "graphs", limits=DEVICE_LIMITS)
+    write_device_graphs(sessions.target, sessions.drafter, tmp_path / "graphs", limits=DEVICE_LIMITS)
     tensors = draft_call(sessions.drafter_dims(), **DRAFT, poison=POISONS[1])
     expected = copied(tensors)
     sessions.draft_session().run(tensors)

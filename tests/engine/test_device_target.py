@@ -13,7 +13,8 @@ import torch
 
 from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import CacheDims, TargetDims, target_dims_from_metadata
+from dspark_trt.contract.cache_dims import CacheDims
+from dspark_trt.contract.dims import TargetDims, target_dims_from_metadata
 from dspark_trt.contract.protocol import EngineLimits, PageLimits, TargetBatch
 from dspark_trt.engines.device.pages import DevicePages
 from dspark_trt.engines.device.target import DeviceTargetEngine

@@ -76,7 +76,7 @@ def write_graphs(
     write_target_graph(
         target,
         folder,
-        taps=drafters.TAPS,
+        taps=drafter.spec.target_layer_ids,
         norm_last_tap=drafter.spec.is_last_tap_normed,
         limits=limits,
         gamma=drafter.spec.gamma,
@@ -138,7 +138,7 @@ def test_what_onnx_runtime_serves_has_no_casts_between_floats(precision: Precisi
     open_pair(target, drafter, tmp_path / "graphs", limits=drafters.LIMITS, precision=precision)
     for name in GRAPHS:
         model = onnx.load(tmp_path / "graphs" / name, load_external_data=False)
-        assert _float_types(model) <= {TensorProto.FLOAT, TensorProto.INT32, TensorProto.UINT8}
+        assert _float_types(model) <= {TensorProto.FLOAT, TensorProto.INT32, TensorProto.UINT8, TensorProto.INT8}
         casts = [node for node in model.graph.node if node.op_type == "Cast"]
         assert {node.attribute[0].i for node in casts} <= {TensorProto.INT32}
         # inside of MarkovHead float64 sums and nothing else

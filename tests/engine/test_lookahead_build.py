@@ -19,9 +19,11 @@ from dspark_trt.checkpoints.spec import NgramSpec
 from dspark_trt.cli import app
 from dspark_trt.commands.exactness import check_exactness
 from dspark_trt.commands.generation import generate
+from dspark_trt.commands.ray_calibration import record_over_ray
 from dspark_trt.contract.lookup import UNMEASURED_LOOKUP
 from dspark_trt.contract.scheduler import parse_scheduler
 from dspark_trt.deployment import Deployment, load_deployment
+from dspark_trt.errors import RecipeError
 
 MODES = ("fixed", "fixed:2", "threshold:0.2", "early_stop", "lagged_budget", "auto")
 PROMPTS = [[5, 6, 7, 8] * (2 + number) + [9 + number, 5, 6] for number in range(6)]  # more requests than rows
@@ -73,6 +75,8 @@ def test_build_is_calibrated_on_verified_trajectories(ngram_build: Path, tmp_pat
     assert sum(seen) > 0
     assert {length for length, count in enumerate(seen, start=1) if count} <= {1, 2, 4, 8}
     assert load_deployment(folder).drafter_spec == NgramSpec(5, "lookahead")
+    with pytest.raises(RecipeError, match="found lookahead; calibrate it without --ray"):
+        record_over_ray("local", folder, [], budget_s=1.0, max_tokens=8, num_samples=1)
     told = "from each request's own text and from what the target said of rejected drafts"
     assert make_plan(recipe, tmp_path / "out").facts()["drafter"] == f"lookahead: no model; up to 5 drafts {told}"
     shown = " ".join(CliRunner().invoke(app, ["inspect", str(folder)], catch_exceptions=False).stdout.split())

@@ -134,6 +134,23 @@ def test_ingesting_in_chunks_or_without_drafting_in_between_is_the_same(tmp_path
     np.testing.assert_allclose(output.draft_logits[0], output.draft_logits[1], atol=1e-5, rtol=0)
 
 
+def test_what_is_ingested_in_the_same_call_is_what_was_ingested_before(tmp_path: Path) -> None:
+    """Of rows that draft, before, between and behind them, and of others."""
+    target, drafter = pair(tmp_path)
+    _, engine = open_pair(target, drafter, tmp_path / "graphs", limits=LIMITS)
+    _, reference = open_reference_engines(target, drafter, limits=LIMITS)
+    contexts = Contexts(engine, reference, tap_width=len(TAPS) * 32)
+    contexts.ingest([0, 1, 2, 3, 4], [3, 9, 2, 5, 4])
+    for ingested, lengths, rows in (([2, 1], [2, 1], [2, 1]), ([4, 0, 2], [7, 1, 2], [2, 3]), ([1], [3], [1])):
+        taps = contexts.random.standard_normal((sum(lengths), len(TAPS) * 32)).astype(np.float32)
+        batch = IngestBatch(taps, np.array(ingested), contexts.lengths[ingested], np.array(lengths))
+        contexts.lengths[ingested] += lengths
+        block = contexts.block(rows)
+        reference.ingest(batch)
+        assert_same_drafts(engine.draft(block, batch), reference.draft(block))
+    assert_same_drafts(*contexts.draft([0, 1, 2, 3, 4]))
+
+
 def test_moved_rows_draft_as_before(tmp_path: Path) -> None:
     target, drafter = pair(tmp_path)
     _, engine = open_pair(target, drafter, tmp_path / "graphs", limits=LIMITS)

@@ -111,6 +111,20 @@ def test_prefill_chunks_share_a_step_with_decoding_rows(engine: Any, model: Tran
         rows.commit(step, [2, 1, chunk])
 
 
+def test_padded_calls_give_the_same(engine: Any, model: TransformersTarget) -> None:
+    """Prompt chunks beside rows that decode, up to the limit of a call."""
+    engine.pad_calls(lambda num_requests, num_tokens: num_tokens + num_requests)
+    rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
+    for at, lengths, num_decode in (([1, 3], [5, 3], 0), ([3, 1, 0], [2, 1, 30], 2), ([1, 0, 2], [1, 1, 62], 2)):
+        step = rows.step(at, lengths, num_decode=num_decode)
+        output = engine.forward(step.batch)
+        assert len(output.taps) == len(step.batch.token_ids)
+        logits, taps = expected_outputs(model, step, (1,))
+        np.testing.assert_allclose(output.logits, logits, atol=TOLERANCE, rtol=0)
+        np.testing.assert_allclose(output.taps, taps, atol=TOLERANCE, rtol=0)
+        rows.commit(step, lengths)
+
+
 def test_rows_without_tokens_keep_their_cache(engine: Any, model: TransformersTarget) -> None:
     rows = Conversations(num_rows=LIMITS.max_requests, vocab_size=97)
     first = rows.step([0, 1, 2, 3, 4], [6, 5, 4, 3, 2], num_decode=0)

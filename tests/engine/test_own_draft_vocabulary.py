@@ -24,7 +24,7 @@ from tests.engine.test_onnxruntime_drafter import LIMITS, TAPS, Contexts, assert
 from tests.engine.test_torch_sessions import DRAFT, Pair
 from tests.engine.test_torch_sessions import LIMITS as DEVICE_LIMITS
 from tests.support.conversations import open_pair
-from tests.support.onnxruntime_device_session import write_paged_graphs
+from tests.support.onnxruntime_device_session import write_device_graphs
 from tests.support.session_calls import POISONS, copied, draft_call, run_graph
 from tests.support.toy_engines import make_loop, run
 
@@ -76,7 +76,7 @@ def test_a_vocabulary_chosen_at_build_keeps_those_that_the_head_has(tmp_path: Pa
 def test_on_a_device_every_other_id_has_no_probability(head: str, tmp_path: Path) -> None:
     target, drafter = reduced_pair(tmp_path, head)
     sessions = Pair(target, drafter)
-    write_paged_graphs(target, drafter, tmp_path / "graphs", limits=DEVICE_LIMITS)
+    write_device_graphs(target, drafter, tmp_path / "graphs", limits=DEVICE_LIMITS)
     assert not (tmp_path / "graphs" / bindings.DRAFT_VOCAB_FILE).exists()
     tensors = draft_call(sessions.drafter_dims(), **DRAFT, poison=POISONS[1])
     expected = copied(tensors)

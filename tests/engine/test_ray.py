@@ -1,9 +1,11 @@
-"""`generate --ray` on a real cluster of two nodes: the same results as in one process, whatever dies on the way."""
+"""`generate`, `eval` and `calibrate` with --ray on a real cluster of two nodes: the same results as in one process,
+whatever dies on the way."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,10 +17,12 @@ import pytest
 from ray.cluster_utils import Cluster
 from typer.testing import CliRunner
 
+from dspark_trt.calibration.file import load_calibration
+from dspark_trt.calibration.prompts import read_prompts
 from dspark_trt.cli import app
-from dspark_trt.commands import ray_workers
-from dspark_trt.commands.prompt_file import unfinished
-from dspark_trt.commands.ray_workers import generate_over_ray
+from dspark_trt.commands.prompt_file import FileSummary, unfinished
+from dspark_trt.commands.ray_calibration import record_over_ray
+from dspark_trt.commands.ray_generation import generate_over_ray
 from dspark_trt.errors import EnvironmentMissingError
 
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
@@ -81,6 +85,57 @@ def raylet_of(node: Any) -> int:
     return int(raylet.process.pid)
 
 
+def kill_a_worker(cluster: Cluster) -> None:
+    workers = [pid for node in cluster.list_all_nodes() for pid in children_of(raylet_of(node), "ray::Worker")]
+    assert workers
+    os.kill(workers[0], signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Enough blocks for a calibration of so small a pair."""
+    path = tmp_path_factory.mktemp("calibration") / "short.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{number:b}"[-6:]}) + "\n" for number in range(24)))
+    return path
+
+
+def test_calibration_records_what_one_process_records_and_resumes(
+    cluster: Cluster, tiny_build: Path, short: Path, tmp_path: Path
+) -> None:
+    """A worker is killed while it records; then half of the records go, and the command makes them again."""
+    prompts, records = read_prompts(short), tmp_path / "records"
+    happened: list[float] = []
+
+    def progress(done: float) -> None:
+        if not happened:
+            kill_a_worker(cluster)
+        happened.append(done)
+
+    effort: dict[str, Any] = {"budget_s": 300.0, "max_tokens": 25, "num_samples": 2}
+    found = record_over_ray(cluster.address, tiny_build, prompts, **effort, records=records, progress=progress)
+    assert happened[-1] == 1.0
+    assert {group for _, _, _, _, group, _ in found.rows} == set(range(24))
+    assert len(found.answers) == 24 * 3, "one greedy, two sampled"
+
+    lines = records.read_text().splitlines()
+    assert len(lines) == 24
+    records.write_text("".join(f"{line}\n" for line in lines[:12]) + '{"line": 3, "blo')
+    calibrated = {}
+    over_ray = ["--ray", cluster.address, "--records", str(records)]
+    for name, more in (("alone", []), ("together", over_ray)):
+        folder = Path(shutil.copytree(tiny_build, tmp_path / name))
+        options = ["--prompts", str(short), "--max-tokens", "25", "--samples", "2"]
+        CliRunner().invoke(app, ["calibrate", str(folder), *options, *more], catch_exceptions=False)
+        calibrated[name] = load_calibration(folder / "calibration" / "calibration.json")
+    assert records.read_text().splitlines()[:12] == lines[:12]
+    assert len(records.read_text().splitlines()) == 24
+    alone, together = calibrated["alone"], calibrated["together"]
+    assert alone.kind == together.kind == "fitted"
+    assert together.num_fit_blocks == pytest.approx(alone.num_fit_blocks, rel=0.02), "float noise may turn a draft"
+    assert together.temperatures == pytest.approx(alone.temperatures, rel=0.2)
+    assert together.lookup is not None
+
+
 def test_killed_worker_and_lost_node_lose_nothing(
     cluster: Cluster, tiny_build: Path, prompts: Path, expected: dict[int, Any], tmp_path: Path
 ) -> None:
@@ -89,7 +144,7 @@ def test_killed_worker_and_lost_node_lose_nothing(
     output = tmp_path / "out"
     happened = []
 
-    def run(happens: Any) -> ray_workers.FileSummary:
+    def run(happens: Any) -> FileSummary:
         def progress(done: float) -> None:
             if not happened:
                 happened.append(done)
@@ -100,12 +155,7 @@ def test_killed_worker_and_lost_node_lose_nothing(
             cluster.address, tiny_build, work, output, None, GIVEN, is_chat=False, progress=progress
         )
 
-    def kill_a_worker() -> None:
-        workers = [pid for node in cluster.list_all_nodes() for pid in children_of(raylet_of(node), "ray::Worker")]
-        assert workers
-        os.kill(workers[0], signal.SIGKILL)
-
-    summary = run(kill_a_worker)
+    summary = run(lambda: kill_a_worker(cluster))
     assert happened
     assert (summary.num_finished, summary.num_failed) == (33, 1)
     assert answers(output) == expected
@@ -127,10 +177,14 @@ def test_evaluation_counts_what_one_process_counts(cluster: Cluster, tiny_build:
         (tmp_path / name).write_text("\n".join(lines))
     options = ["--prompts", str(tmp_path / "first"), "--prompts", str(tmp_path / "second"), "--max-tokens", "10"]
     command = ["eval", str(tiny_build), *options, "--json"]
-    alone, together = (
+    records = tmp_path / "records"
+    over_ray = ["--ray", cluster.address, "--records", str(records)]
+    alone, together, resumed = (
         json.loads(CliRunner().invoke(app, [*command, *more], catch_exceptions=False).stdout)["sets"]
-        for more in ([], ["--ray", cluster.address])
+        for more in ([], over_ray, over_ray)
     )
+    assert len(records.read_text().splitlines()) == 6
+    assert resumed == together
     assert [each["num_prompts"] for each in together] == [4, 2]
     for one, other in zip(alone, together, strict=True):
         assert one["name"] == other["name"]

@@ -1,7 +1,7 @@
 """What TensorRT-RTX makes of attention, as the compiler's listing of an engine's layers has it.
 
 The listing is not a measurement. It says which buffers a kernel reads, which is what matters where pools are large and
-contexts are short (docs/adr/0007, docs/adr/0015): a pool goes from the node that writes new tokens straight into
+contexts are short (docs/adr/0007, docs/adr/0017): a pool goes from the node that writes new tokens straight into
 RowAttention, and nothing else reads it.
 """
 

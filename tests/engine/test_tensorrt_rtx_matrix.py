@@ -25,6 +25,7 @@ from tests.support.drafter_dialects import DRAFT_IDS, write_dialect
 from tests.support.eagle3_dialects import write_eagle3
 from tests.support.factories import write_drafter, write_target
 from tests.support.gemma4 import write_gemma_drafter, write_gemma_eagle3, write_gemma_target
+from tests.support.medusa_forms import random_heads, write_vllm_medusa
 from tests.support.rtx_graphs import SMS, Pair, check_compiled, compile_pair, counted_layers, export, write_large_pair
 from tests.support.transformers_targets import NO_KEYS_OF_A_DRAFTER, write_by_transformers
 
@@ -136,28 +137,86 @@ def test_gemma4_with_the_heads_of_its_12b_model_compiles(tmp_path: Path) -> None
     assert facts[bindings.TARGET_GRAPH].layers["SOFTMAX"] == len(bindings.TARGET_GROUPS)
 
 
+FAMILIES: dict[str, tuple[dict[str, Any], str]] = {  # keys of a configuration, and what attends in a layer
+    "qwen2": ({}, "PLUGIN_V3"),
+    "mistral": ({"sliding_window": 8}, "ATTENTION_INPUT"),
+    "qwen2_moe": ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}, "PLUGIN_V3"),
+    "mixtral": ({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}, "PLUGIN_V3"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_of_every_family_compiles(family: str, tmp_path: Path) -> None:
+    keys, attention = FAMILIES[family]
+    keys = keys | {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+    target = write_by_transformers(tmp_path / "target", family, **keys)
+    drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    graph, groups = bindings.TARGET_GRAPH, len(bindings.TARGET_GROUPS)
+    found = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[graph])[graph]
+    assert found.warnings == ()
+    # PageWrite, and RowAttention where it attends; where TensorRT does, once for each row group
+    expected = {"PLUGIN_V3": 2} if attention == "PLUGIN_V3" else {"PLUGIN_V3": 1, "ATTENTION_INPUT": groups}
+    counted = ("PLUGIN_V3", "ATTENTION_INPUT", "KV_CACHE_UPDATE")
+    assert {name: found.layers[name] for name in counted if name in found.layers} == expected
+    assert found.layers.get("TOPK", 0) == int("num_experts_per_tok" in keys)
+
+
+def test_heads_that_tensorrt_has_no_attention_for_are_products(tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 1, "head_dim": 8, "sliding_window": 8}
+    target = write_by_transformers(tmp_path / "target", "mistral", **sizes)
+    drafter = write_drafter(tmp_path / "drafter", target, layers=1, taps=(0,), config_extra=NO_KEYS_OF_A_DRAFTER)
+    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
+    (found,) = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.TARGET_GRAPH]).values()
+    assert (found.layers["SOFTMAX"], found.warnings) == (len(bindings.TARGET_GROUPS), ())
+
+
+def compiled_drafter(folder: Path, target: Path, drafter: Path) -> dict[str, dict[str, int]]:
+    """Counted layers of the graphs of a drafter, for one GPU; nothing was warned of."""
+    pair = export(target, drafter, folder / "graphs", EngineLimits(3, 48, 16), "bf16")
+    names = [path.name for path in sorted(pair.graphs.glob("drafter*.onnx"))]
+    facts = compile_pair(pair, folder / "engines", use_plugins=True, names=names)
+    assert [facts[graph].warnings for graph in names] == [()] * len(names)
+    return counted_layers(facts)
+
+
 def test_graphs_of_an_eagle3_drafter_compile(tmp_path: Path) -> None:
-    """Two slots, one after the other, each with its draw; their keys and values stay in the graph."""
+    """A call makes one slot: its draw is the plugin's, its attention TensorRT's own, over rows."""
     target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
     drafter = write_eagle3(
         tmp_path / "drafter", target, "speculators", layer_ids=(1, 3), draft_ids=DRAFT_IDS, extra=TWO_DRAFTS
     )
-    pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
-    graphs = [bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH]
-    facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=graphs)
-    assert counted_layers(facts) == {
-        bindings.INGEST_GRAPH: {"KV_CACHE_UPDATE": 2, "ROTARY_EMBEDDING": 1},
-        bindings.DRAFT_GRAPH: {"PLUGIN_V3": 2, "ROTARY_EMBEDDING": 2},
+    ingest = {"KV_CACHE_UPDATE": 2, "ROTARY_EMBEDDING": 1}
+    draft = {"ATTENTION_INPUT": 1, "ATTENTION_OUTPUT": 1, "PLUGIN_V3": 1, **ingest}
+    expected = {bindings.INGEST_GRAPH: ingest, bindings.DRAFT_GRAPH: draft}
+    assert compiled_drafter(tmp_path, target, drafter) == expected
+
+
+@pytest.mark.parametrize("mask", [{}, {"pard_token": 90}], ids=["in turn", "PARD"])
+def test_the_graph_of_a_language_model_that_drafts_compiles(mask: dict[str, int], tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", layers=1, hidden=64)
+    drafter = write_target(tmp_path / "drafter", family="qwen3", layers=2, hidden=48, tied=True, config_extra=mask)
+    # heads of 12 are products of matrices
+    expected = {"KV_CACHE_UPDATE": 4, "PLUGIN_V3": 1, "ROTARY_EMBEDDING": 2}
+    assert compiled_drafter(tmp_path, target, drafter) == {bindings.MODEL_GRAPH: expected}
+
+
+def test_graphs_of_medusa_heads_compile(tmp_path: Path) -> None:
+    """They have no cache; a draw for each head is the plugin's."""
+    target = write_target(tmp_path / "target", layers=1, hidden=64)
+    drafter = write_vllm_medusa(tmp_path / "drafter", random_heads(target, num_heads=2), token_map=DRAFT_IDS)
+    assert compiled_drafter(tmp_path, target, drafter) == {
+        bindings.INGEST_GRAPH: {},
+        bindings.DRAFT_GRAPH: {"PLUGIN_V3": 2},
     }
-    assert [facts[graph].warnings for graph in graphs] == [(), ()]
 
 
 @pytest.mark.parametrize("form", ["DART", "MTP", "Gemma 4"])
 def test_graphs_of_other_drafters_of_one_layer_compile(form: str, tmp_path: Path) -> None:
     if form == "DART":
         target = write_target(tmp_path / "target", family="qwen3", layers=3, hidden=64, tied=True)
-        taps = {"target_layer_ids": [0, 1, 2], "draft_length": 1}
-        drafter = write_eagle3(tmp_path / "drafter", target, "dart", extra=taps)
+        keys = {"target_layer_ids": [0, 1, 2], "draft_length": 1}
+        drafter = write_eagle3(tmp_path / "drafter", target, "dart", extra=keys)
     elif form == "MTP":
         target = drafter = write_mimo(tmp_path / "target", hidden_size=64)
     else:
@@ -165,9 +224,9 @@ def test_graphs_of_other_drafters_of_one_layer_compile(form: str, tmp_path: Path
         drafter = write_gemma_eagle3(tmp_path / "drafter", target, ttt_length=2)
     pair = export(target, drafter, tmp_path / "graphs", EngineLimits(3, 48, 16), "bf16")
     facts = compile_pair(pair, tmp_path / "engines", use_plugins=True, names=[bindings.DRAFT_GRAPH], sms=(89,))
-    num_slots = pair.drafter.gamma
+    num_slots = pair.drafter.gamma if form == "DART" else 1  # the others' slots wait for each other's drafts
     found = counted_layers(facts)[bindings.DRAFT_GRAPH]
-    assert (found["PLUGIN_V3"], found["ROTARY_EMBEDDING"]) == (num_slots, num_slots), "a draw and a rotation a slot"
+    assert (found["PLUGIN_V3"], found["ROTARY_EMBEDDING"]) == (num_slots, num_slots)
     assert facts[bindings.DRAFT_GRAPH].warnings == ()
 
 

@@ -24,7 +24,7 @@ from dspark_trt.reference.sessions import TorchIngestSession, TorchTargetSession
 from dspark_trt.reference.weights import ReferenceWeights
 from tests.support.conversations import read_pair
 from tests.support.factories import write_drafter, write_target
-from tests.support.onnxruntime_device_session import write_paged_graphs
+from tests.support.onnxruntime_device_session import write_device_graphs
 from tests.support.session_calls import (
     POISONS,
     Poison,
@@ -133,7 +133,7 @@ def assert_close(found: Tensors, expected: Tensors, names: list[str]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_target_equals_its_graph(family: str, tmp_path: Path) -> None:
     pair = write_pair(tmp_path, FAMILIES[family])
-    write_paged_graphs(pair.target, pair.drafter, tmp_path / "graphs", limits=LIMITS)
+    write_device_graphs(pair.target, pair.drafter, tmp_path / "graphs", limits=LIMITS)
     tensors = target_tensors(pair.target_dims())
     expected = copied(tensors)
     pair.target_session().run(tensors)
@@ -146,7 +146,7 @@ def test_the_target_equals_its_graph(family: str, tmp_path: Path) -> None:
 def test_the_drafter_equals_its_graphs(head: str, tmp_path: Path) -> None:
     pair = write_pair(tmp_path, head=HEADS[head])
     graphs = tmp_path / "graphs"
-    write_paged_graphs(pair.target, pair.drafter, graphs, limits=LIMITS)
+    write_device_graphs(pair.target, pair.drafter, graphs, limits=LIMITS)
     ingested = ingest_tensors(pair.drafter_dims())
     expected = copied(ingested)
     pair.ingest_session().run(ingested)

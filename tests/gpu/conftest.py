@@ -37,7 +37,7 @@ if not has_gpu():
 if not has_tensorrt():
     if os.environ.get("DSPARK_REQUIRE_TENSORRT") == "1":
         raise pytest.UsageError("DSPARK_REQUIRE_TENSORRT=1, and neither tensorrt nor tensorrt_rtx is installed")
-    collect_ignore_glob += ["test_*_in_tensorrt.py", "test_tensorrt_engines.py"]
+    collect_ignore_glob += ["test_*_in_tensorrt.py", "test_tensorrt_*.py"]
 
 
 def compile_here(operation: Operation, sm: int) -> KernelBundle:

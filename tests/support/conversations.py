@@ -117,6 +117,7 @@ def open_target(
     limits: EngineLimits,
     precision: Precision = "fp32",
     attention: Attention = "gqa",
+    wide_inputs: tuple[str, ...] = (),
 ) -> OnnxRuntimeTargetEngine:
     """Write the target graph unless it is there, and open it."""
     checkpoint = read_target(str(source)) if isinstance(source, Path) else source
@@ -131,6 +132,7 @@ def open_target(
             gamma=GAMMA,
             precision=precision,
             attention=attention,
+            wide_inputs=wide_inputs,
         )
     return OnnxRuntimeTargetEngine(graphs, SETTINGS)
 

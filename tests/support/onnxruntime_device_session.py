@@ -1,10 +1,11 @@
-"""DeviceSession that runs a `paged` float32 graph in ONNX Runtime, straight on the memory of torch CPU tensors."""
+"""DeviceSession that runs a float32 graph for devices in ONNX Runtime, straight on the memory of torch CPU tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime
@@ -15,8 +16,12 @@ from dspark_trt.checkpoints.spec import DrafterCheckpoint, TargetCheckpoint
 from dspark_trt.contract import bindings
 from dspark_trt.contract.bindings import Binding
 from dspark_trt.contract.dims import DrafterDims, TargetDims, drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.contract.draft_bindings import draft_inputs, draft_outputs
+from dspark_trt.contract.model_bindings import model_inputs, model_outputs
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.select_bindings import select_inputs, select_outputs
+from dspark_trt.engines.device.buffers import ALIGNMENT_BYTES
+from dspark_trt.engines.device.cache import DeviceCache
 from dspark_trt.engines.device.engines import DeviceEngines, DeviceSessions, open_device_engines
 from dspark_trt.engines.device.pages import DevicePages
 from dspark_trt.engines.device.session import Tensors
@@ -52,6 +57,9 @@ class OnnxRuntimeDeviceSession:
         self._bound(tensors)()
 
     def bind(self, tensors: Tensors) -> Callable[[], None]:
+        """A tensor that is bound begins where TensorRT takes an address, as far as its memory does."""
+        for name, tensor in tensors.items():
+            assert tensor.storage_offset() * tensor.itemsize % ALIGNMENT_BYTES == 0, name
         self.bound_extents.append(self._check(tensors))
         return self._bound(tensors)
 
@@ -84,7 +92,7 @@ class OnnxRuntimeDeviceSession:
             for size, found in zip(expected[name].shape, tensor.shape, strict=True):
                 wanted = extents.setdefault(size, found) if isinstance(size, str) else size
                 assert found == wanted, f"{name}: {tuple(tensor.shape)} where {size} is {wanted}"
-            if "_cache." in name and not name.endswith(".out") and bindings.cache_output(name) in tensors:
+            if bindings.cache_output(name) in tensors:
                 assert tensor.data_ptr() == tensors[bindings.cache_output(name)].data_ptr(), name
         return extents
 
@@ -95,7 +103,7 @@ class DevicePair:
 
     engines: DeviceEngines
     target: OnnxRuntimeDeviceSession
-    ingest: OnnxRuntimeDeviceSession
+    ingest: OnnxRuntimeDeviceSession | None  # None: of a language model, whose one graph `draft` is
     draft: OnnxRuntimeDeviceSession
     select: OnnxRuntimeDeviceSession
     target_dims: TargetDims
@@ -106,23 +114,32 @@ class DevicePair:
 def open_device_pair(
     target: TargetCheckpoint, drafter: DrafterCheckpoint, graphs: Path, *, limits: EngineLimits
 ) -> DevicePair:
-    """Write the four graphs and open device engines on the CPU."""
-    write_paged_graphs(target, drafter, graphs, limits=limits)
+    """Write the graphs and open device engines on the CPU."""
+    write_device_graphs(target, drafter, graphs, limits=limits)
     write_select_graph(drafter.spec, graphs, limits=limits, precision="fp32")
-    names = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
-    verify, ingest, draft, select = sessions = [OnnxRuntimeDeviceSession(graphs / name) for name in names]
+    is_model = (graphs / bindings.MODEL_GRAPH).exists()
+    drafting = bindings.MODEL_GRAPH if is_model else bindings.DRAFT_GRAPH
+    names = (bindings.TARGET_GRAPH, drafting, bindings.SELECT_GRAPH)
+    verify, draft, select = (OnnxRuntimeDeviceSession(graphs / name) for name in names)
+    ingest = None if is_model else OnnxRuntimeDeviceSession(graphs / bindings.INGEST_GRAPH)
     of_target = target_dims_from_metadata(verify.metadata, names[0])
-    of_drafter = drafter_dims_from_metadata(draft.metadata, names[2])
+    of_drafter = drafter_dims_from_metadata(draft.metadata, names[1])
     verify.inputs, verify.outputs = bindings.target_inputs(of_target), bindings.target_outputs(of_target)
-    ingest.inputs, ingest.outputs = bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)
-    draft.inputs, draft.outputs = bindings.draft_inputs(of_drafter), bindings.draft_outputs(of_drafter)
+    draft.inputs, draft.outputs = draft_inputs(of_drafter), draft_outputs(of_drafter)
+    if ingest is None:
+        draft.inputs, draft.outputs = model_inputs(of_drafter), model_outputs(of_drafter)
+    else:
+        ingest.inputs, ingest.outputs = bindings.ingest_inputs(of_drafter), bindings.ingest_outputs(of_drafter)
     select.inputs, select.outputs = select_inputs(of_drafter), select_outputs(of_drafter)
-    engines = open_device_engines(DeviceSessions(*sessions), of_target, of_drafter, "cpu")
+    sessions = DeviceSessions(verify, ingest, draft, select)
+    engines = open_device_engines(sessions, of_target, of_drafter, "cpu")
     tables = np.arange(1, engines.pages.num_pages).reshape(limits.max_requests, engines.pages.table_width)
-    return DevicePair(engines, *sessions, target_dims=of_target, drafter_dims=of_drafter, tables=tables)
+    return DevicePair(
+        engines, verify, ingest, draft, select, target_dims=of_target, drafter_dims=of_drafter, tables=tables
+    )
 
 
-def write_paged_graphs(
+def write_device_graphs(
     target: TargetCheckpoint, drafter: DrafterCheckpoint, graphs: Path, *, limits: EngineLimits
 ) -> None:
     """Those of both models."""
@@ -150,11 +167,20 @@ def spoil(pair: DevicePair, lengths: NDArray[np.int64], context_lengths: NDArray
     engines = pair.engines
     for staged in (engines.target._inputs, engines.drafter.inputs):
         staged.memory.fill_(0xFF)
-    for outputs in (engines.target._logits, engines.target._taps, engines.drafter._taps, engines.drafter._draft_logits):
+    drafter: Any = engines.drafter
+    for outputs in (engines.target._logits, engines.target._taps, drafter._draft_logits):
         outputs.fill_(torch.nan)
+    for each in (drafter, getattr(drafter, "ingests", None)):
+        if hasattr(each, "_taps"):
+            each._taps.fill_(torch.nan)
     engines.drafter.fetched._memory.fill_(0xFF)
     for engine, valid in ((engines.target, lengths), (engines.drafter, context_lengths)):
         if valid is None:
+            continue
+        if isinstance(engine.cache, DeviceCache):
+            for row, length in enumerate(valid.tolist()):
+                for of_layers in engine.cache._pools:
+                    of_layers[:, :, row, :, length:] = 3e4
             continue
         for pool in engine.cache.layers:
             kept = _rows(pool, pair.tables, valid)

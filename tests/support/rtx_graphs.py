@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from dspark_trt.checkpoints.drafter import read_drafter
 from dspark_trt.checkpoints.layout import drafter_shapes, target_shapes
-from dspark_trt.checkpoints.spec import BlockDrafterSpec, TargetSpec
+from dspark_trt.checkpoints.spec import DrafterSpec, TargetSpec
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.precision import Precision
@@ -41,12 +41,12 @@ class Pair:
     """A target, its drafter and where their graphs stand."""
 
     target: TargetSpec
-    drafter: BlockDrafterSpec
+    drafter: DrafterSpec
     graphs: Path
 
 
 def export(target: Path, drafter: Path, graphs: Path, limits: EngineLimits, precision: Precision) -> Pair:
-    """Write the four graphs as a build for TensorRT does."""
+    """Write the graphs as a build for TensorRT does."""
     target_checkpoint = read_target(str(target))
     drafter_checkpoint = read_drafter(str(drafter), target_checkpoint)
     spec = drafter_checkpoint.spec

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import CacheDims, DrafterDims, TargetDims
+from dspark_trt.contract.cache_dims import CacheDims
+from dspark_trt.contract.dims import DrafterDims, TargetDims
 
 Tensors = dict[str, torch.Tensor]
 Lengths = tuple[int, int]  # valid positions and tokens of a row; no tokens: an idle row

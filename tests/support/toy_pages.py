@@ -27,9 +27,9 @@ from tests.support.toy_engines import EMPTY, ToyDrafter, ToyLanguage, ToyTarget,
 PAGE_POSITIONS = 4
 
 
-def page_limits(limits: EngineLimits, num_pages: int, gamma: int) -> PageLimits:
+def page_limits(limits: EngineLimits, num_pages: int, gamma: int, *, holds_context: bool = True) -> PageLimits:
     width = -(-(limits.max_seq_len + gamma + 1) // PAGE_POSITIONS)
-    return PageLimits(num_pages, PAGE_POSITIONS, width, gamma + 1)
+    return PageLimits(num_pages, PAGE_POSITIONS, width, gamma + 1, holds_context)
 
 
 class PagedArray:
@@ -122,9 +122,17 @@ def paged_loop(
     num_pages: int,
     prefix_cache: bool = False,
     has_drafter: bool = True,
+    holds_context: bool = True,
     **options: Any,
 ) -> DecodingLoop:
+    """`holds_context`: of the pages; otherwise the drafter keeps its context in rows of its own."""
     target = PagedTarget(language, limits, num_pages)
-    drafter = PagedDrafter(language, limits, num_pages, **options) if has_drafter else None
-    gamma = drafter.gamma if drafter else 0
-    return make_loop(target, drafter, scheduler, prefix_cache=prefix_cache, pages=page_limits(limits, num_pages, gamma))
+    drafter: ToyDrafter | None = None
+    if has_drafter:
+        drafter = (
+            PagedDrafter(language, limits, num_pages, **options)
+            if holds_context
+            else ToyDrafter(language, limits, **options)
+        )
+    pages = page_limits(limits, num_pages, drafter.gamma if drafter else 0, holds_context=holds_context)
+    return make_loop(target, drafter, scheduler, prefix_cache=prefix_cache, pages=pages)

@@ -148,7 +148,23 @@ def test_a_dead_front_end_is_started_again_on_its_port(served: Served) -> None:
     os.kill(child, signal.SIGKILL)
     status, _ = request(served.url, "/v1/models")  # waits in the socket, which stays open
     assert status == 200
-    assert "the front end failed and is started again\n" in served.lines
+    assert "the front end failed and is started again: its process ended\n" in served.lines
+
+
+def test_a_front_end_that_hangs_is_found_by_a_probe(served: Served, tiny_build: Path) -> None:
+    """It is there, and its socket takes connections: only a request tells."""
+    grpc_address = served.printed(r"\(HTTP\), (\S+) \(gRPC\)")
+    places: dict[str, Any] = {"grpc_address": grpc_address, "metrics_url": ""}
+    with start_front_end(
+        tiny_build, FrontEndOptions(0), **places, probe_interval_s=0.1, probe_timeout_s=2.0
+    ) as front_end:
+        (child,) = (pid for pid in mentioned_in("dspark_trt.server.openai") if parent_of(pid) == os.getpid())
+        assert front_end.fault() is None
+        os.kill(child, signal.SIGSTOP)
+        wait(lambda: front_end.fault() is not None, 30.0)
+        front_end.restart()
+        assert front_end.fault() is None
+        assert is_ready(front_end.url)
 
 
 def test_tls_and_a_key(served: Served, tiny_build: Path, tmp_path: Path) -> None:

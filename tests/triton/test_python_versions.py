@@ -16,15 +16,13 @@ from pathlib import Path
 import pytest
 from find_pythons import interpreters
 
-from tests.support.factories import write_drafter, write_target
-
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.triton
 
 
 @pytest.mark.parametrize("python", interpreters("3.12"))
-def test_bundled_server_answers_under_python_3_12(python: str, tmp_path: Path) -> None:
+def test_bundled_server_answers_under_python_3_12(python: str, tiny_build: Path, tmp_path: Path) -> None:
     subprocess.run([python, "-m", "venv", tmp_path / "venv"], check=True)
     clone = tmp_path / "clone"  # an installation writes beside the sources
     shutil.copytree(
@@ -32,18 +30,14 @@ def test_bundled_server_answers_under_python_3_12(python: str, tmp_path: Path) -
     )
     install = [tmp_path / "venv/bin/pip", "install", "-q", f"{clone}[onnxruntime]"]
     subprocess.run(install, check=True, timeout=500)
-    target = write_target(tmp_path / "target", vocab_size=320, head_dim=16, tokenizer=True)
-    drafter = write_drafter(tmp_path / "drafter", target)
-    command, output = str(tmp_path / "venv/bin/dspark-trt"), str(tmp_path / "out")
-    limits = ["--max-requests", "2", "--max-seq-len", "64", "--max-batch-tokens", "32"]
-    subprocess.run(
-        [command, "build", "--target", target, "--drafter", drafter, "--output", output, *limits],
-        check=True,
-        cwd=tmp_path,
-    )
+    command = tmp_path / "venv/bin/dspark-trt"
     ports = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
     server = subprocess.Popen(
-        [command, "serve", output, *ports], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [command, "serve", tiny_build, "--step-table=keep", *ports],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     try:
         assert server.stdout is not None

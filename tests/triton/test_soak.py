@@ -9,7 +9,7 @@ from soak import soak
 
 pytestmark = pytest.mark.triton
 
-SECONDS = 30.0
+SECONDS = 60.0
 
 
 def test_loaded_server_answers_exactly_and_grows_by_nothing(tiny_build: Path) -> None:

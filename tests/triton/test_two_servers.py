@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -46,12 +47,21 @@ class Balanced:
         return [server.outcomes().get("length", 0) for server in self.servers]
 
 
+@contextmanager
+def both_servers(build_dir: Path) -> Iterator[tuple[SoakServer, SoakServer]]:
+    """Started side by side."""
+    with ExitStack() as stack, ThreadPoolExecutor(2) as starting:
+        begun = [starting.submit(stack.enter_context, soak_server(build_dir)) for _ in range(2)]
+        first, second = (each.result() for each in begun)
+        yield first, second
+
+
 @pytest.fixture(scope="module")
 def balanced(tiny_build: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balanced]:
     folder = tmp_path_factory.mktemp("nginx")
     program = fetch("nginx", REPOSITORY / "build" / "downloads")
     ports = with_ports(ServeOptions(0, 0, 0))
-    with soak_server(tiny_build) as first, soak_server(tiny_build) as second:
+    with both_servers(tiny_build) as (first, second):
         replaced = {
             "listen 9000": f"listen 127.0.0.1:{ports.http_port}",
             "listen 8001": f"listen 127.0.0.1:{ports.grpc_port}",

@@ -45,6 +45,6 @@ def test_page_names_the_options_that_a_plain_tritonserver_lacks(name: str) -> No
     """S8: started by hand it is open to all; what `serve` adds is what to add."""
     assert f"--{name}=127.0.0.1" in SERVING
     for argument in server_arguments(ServeOptions(), "KEY", "prefix"):
-        option, value = argument.split("=", 1)
+        option, _, value = argument.partition("=")
         if "restricted" in option:
             assert f"{option}={value.split(':')[0]}:NAME=KEY" in SERVING

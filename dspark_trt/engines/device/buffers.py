@@ -46,6 +46,10 @@ class Layout:
             end += -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self.end = end
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._places)
+
     def tensors(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of a block of bytes."""
         return {

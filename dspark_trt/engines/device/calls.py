@@ -17,7 +17,7 @@ import numpy as np
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.capacity import check_rows, check_tokens
-from dspark_trt.engines.device.buckets import bucket, prefill_runs, query_bucket
+from dspark_trt.engines.device.buckets import bucket, chunk_runs, query_bucket
 from dspark_trt.engines.row_groups import Int64, RowGroup, positions, row_group
 from dspark_trt.errors import CapacityError
 
@@ -85,7 +85,7 @@ def target_calls(
         wanted = np.arange(num_decoded)
     of_chunks = batch.logit_rows[batch.logit_rows >= num_plain] - num_plain
     lengths = batch.query_lengths[n:]
-    runs = prefill_runs(lengths, limits.max_batch_tokens if pads_chunks else None)
+    runs = chunk_runs(lengths, limits.max_batch_tokens if pads_chunks else None)
     decode = _decode_part(batch, tables[:n], gamma, limits, num_selected)
     if not runs and len(wanted) == num_decoded:
         return [_bucket_call(decode, limits)]

@@ -1,53 +1,42 @@
-"""DraftEngine on torch tensors of one device, over DeviceSessions of drafter_ingest.onnx and drafter_draft.onnx.
+"""DraftEngine with KV rows of its own, on torch tensors of one device, over DeviceSessions of drafter_ingest.onnx and
+drafter_draft.onnx.
 
-Shape letters: `R` requests, `G` gamma, `T` packed context tokens, `V` vocabulary, `M` tap layers, `D` hidden; `B` rows
-and `S` padded query length of a row group.
+Shape letters: `R` requests, `G` gamma, `V` vocabulary; `B` KV rows of a range.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
-from dspark_trt.contract.bindings import Binding
 from dspark_trt.contract.dims import DrafterDims
-from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, PageLimits
-from dspark_trt.engines.capacity import check_rows, check_tokens
-from dspark_trt.engines.device.buckets import bucket
-from dspark_trt.engines.device.buffers import Arrays, FetchedOutputs, Layout, StagedInputs
-from dspark_trt.engines.device.calls import padded_tables
+from dspark_trt.contract.draft_bindings import block_inputs
+from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch
+from dspark_trt.engines.capacity import check_rows
+from dspark_trt.engines.device.blocks import DraftCall, fetched_outputs
+from dspark_trt.engines.device.buckets import bucket, padded
+from dspark_trt.engines.device.buffers import Layout, StagedInputs
+from dspark_trt.engines.device.cache import DeviceCache
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import BucketCalls, Capture
-from dspark_trt.engines.device.pages import DevicePages
-from dspark_trt.engines.device.select import VERIFY_LEN, select_layout
+from dspark_trt.engines.device.ingest import IngestCalls
+from dspark_trt.engines.device.row_states import KeepingStates, SlotsInTurn, StartingFromStates, row_states
+from dspark_trt.engines.device.select import select_layout
 from dspark_trt.engines.device.session import DeviceSession, Tensors
-from dspark_trt.engines.row_groups import Int64, positions
+from dspark_trt.engines.row_groups import Int64
 
-_TABLES = bindings.group_block_tables(bindings.CONTEXT)
-_QUERY_LENGTHS = bindings.group_query_lengths(bindings.CONTEXT)
-
-
-@dataclass(frozen=True, slots=True)
-class DraftCall:
-    """One call of the draft graph, padded: its host inputs and where they go."""
-
-    num_requests: int  # without padding
-    size: int  # R, with padding
-    layout: Layout
-    arrays: Arrays
+_SMALL = (bindings.DRAFT_IDS, bindings.CONFIDENCE_LOGITS)
 
 
 class DeviceDraftEngine:
     """Drafts and ingests; both write into one cache. Outputs are tensors on the device, valid until the next call.
 
-    A call waits for nothing on the device, as in DeviceTargetEngine. Taps may be of any float type; on the device they
-    stay there.
+    Knows no family: what the graphs take and give is in their dims. A call waits for nothing on the device, as in
+    DeviceTargetEngine.
     """
 
     def __init__(
@@ -55,7 +44,6 @@ class DeviceDraftEngine:
         ingest_session: DeviceSession,
         draft_session: DeviceSession,
         dims: DrafterDims,
-        pages: PageLimits,
         device: torch.device,
         *,
         capture: Capture | None = None,
@@ -63,26 +51,22 @@ class DeviceDraftEngine:
         """Raises EngineBuildError where the device has no room."""
         self.device = device
         self.dims = dims
-        self.cache = DevicePages(dims, pages, device)
-        self._ingest_session = ingest_session
-        self._ingest_calls = BucketCalls(ingest_session, capture)
-        self._draft_calls = BucketCalls(draft_session, capture)
+        self.cache = DeviceCache(dims, device)
+        most = dims.limits.max_requests
         self._draft_layout = lru_cache(maxsize=None)(self._make_draft_layout)
-        self._ingest_layout = lru_cache(maxsize=256)(self._make_ingest_layout)
-        limits, blocks = dims.limits, {"R": dims.limits.max_requests}
-        self.select_begin = self._make_draft_layout(limits.max_requests).end
-        self._most_committed = bucket(
-            min(limits.max_requests * (dims.gamma + 1), limits.max_batch_tokens), limits.max_batch_tokens
-        )
+        self.select_begin = self._make_draft_layout(most, most).end
         with torch_errors("buffers of the drafter"):
-            self.inputs = StagedInputs(self._most_input_bytes(), device)
-            dtype = getattr(torch, dims.element_type)
-            self._taps = torch.zeros((self._most_committed, dims.tap_width), dtype=dtype, device=device)
-            outputs = {binding.name: binding for binding in bindings.draft_outputs(dims)}
-            small = [outputs[name] for name in (bindings.DRAFT_IDS, bindings.CONFIDENCE_LOGITS)]
-            verify_len = Binding(VERIFY_LEN, "int64", ("R",))
-            self.fetched = FetchedOutputs(Layout([*small, verify_len], blocks), device)
-            self._draft_logits = torch.zeros((limits.max_requests, dims.gamma, dims.vocab_size), device=device)
+            self._states = row_states(dims, device)
+            if dims.row_state_width:
+                ingest_session = KeepingStates(ingest_session, self._states)
+                start = SlotsInTurn if dims.is_slot_by_slot else StartingFromStates
+                draft_session = start(draft_session, dims, self._states)
+            self.ingests = IngestCalls(ingest_session, dims, self.cache, device, capture=capture)
+            self._draft_calls = BucketCalls(draft_session, capture)
+            of_selection = select_layout(dims, most, most, self.select_begin).end
+            self.inputs = StagedInputs(max(of_selection, self.ingests.most_input_bytes()), device)
+            self.fetched = fetched_outputs(dims, device)
+            self._draft_logits = torch.zeros((most, dims.gamma, dims.vocab_size), device=device)
 
     @property
     def limits(self) -> EngineLimits:
@@ -92,26 +76,16 @@ class DeviceDraftEngine:
     def gamma(self) -> int:
         return self.dims.gamma
 
-    def ingest(self, batch: IngestBatch) -> None:
-        """Raises CapacityError when the batch exceeds the limits, EngineBuildError when the backend fails."""
-        rows, past, query = batch.rows, batch.past_lengths, batch.query_lengths
-        check_rows(self.limits, rows, past + query)
-        num_tokens = int(query.sum())
-        check_tokens(self.limits, num_tokens)
-        with torch_errors("drafter, ingest"):
-            taps = torch.as_tensor(batch.taps)
-            tables = self.cache.tables(batch.block_tables, rows)
-            if query.max() <= self.gamma + 1 and num_tokens <= self._most_committed:
-                self._ingest_bucket(taps, tables, past, query)
-            else:
-                self._ingest_whole(taps.to(self.device, self._taps.dtype).contiguous(), tables, past, query)
-
     @property
     def draft_vocab(self) -> Int64 | None:
         return None
 
+    def ingest(self, batch: IngestBatch) -> None:
+        """Raises CapacityError when the batch exceeds the limits, EngineBuildError when the backend fails."""
+        self.ingests.ingest(batch, self.inputs)
+
     def draft(self, batch: DraftBatch, ingest: IngestBatch | None = None) -> DraftOutput:
-        """Computes all gamma slots, whatever is asked for: the sequential stage is one kernel.
+        """Where one call makes all slots, it computes gamma of them, whatever is asked for.
 
         Raises CapacityError when the batch exceeds the limits, EngineBuildError when the backend fails.
         """
@@ -119,98 +93,69 @@ class DeviceDraftEngine:
             self.ingest(ingest)
         call = self.draft_call(batch)
         with torch_errors("drafter, draft"):
-            self.inputs.send((call.layout, call.arrays))
+            self.inputs.send(*call.parts)
             whole = self.enqueue(call)
         n = batch.uniforms.shape[1]
         assert whole.draft_logits is not None, "a device always has them"
         return DraftOutput(whole.draft_ids[:, :n], whole.draft_logits[:, :n], whole.confidence_logits[:, :n])
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
-        """Nothing is kept by row: pages follow their tables."""
+        """Raises EngineBuildError when the backend fails."""
+        with torch_errors("drafter"):
+            self.cache.move_row(source, destination, num_positions)
+            self._states[destination].copy_(self._states[source])
 
     def draft_call(self, batch: DraftBatch) -> DraftCall:
-        """Pads to a bucket of requests. Raises CapacityError when the batch exceeds the limits.
+        """Pads to a bucket of requests and of rows from row 0 on.
+        Raises CapacityError when the batch exceeds the limits.
 
-        Padding requests stand at position 0 of page 0, which is nobody's, and nobody reads their drafts.
+        Padding requests read the answer of row 0 and write nothing: only a row that has a request is written.
         """
         rows, past = batch.rows, batch.past_lengths
         check_rows(self.limits, rows, past + 1)
-        size = bucket(len(rows), self.limits.max_requests)
+        count, most = len(rows), self.limits.max_requests
+        num_requests, num_rows = bucket(count, most), bucket(int(rows.max()) + 1, most)
+        row_requests, row_query_lengths = np.zeros((2, num_rows), np.int64)
+        row_requests[rows] = np.arange(count)
+        row_query_lengths[rows] = 1
         arrays = {
-            bindings.ANCHOR_IDS: _padded(batch.anchor_ids, size),
-            bindings.PAST_LENGTHS: _padded(past, size),
-            bindings.TEMPERATURES: _padded(batch.temperatures, size),
-            bindings.UNIFORMS: _padded(_whole_block(batch.uniforms, self.gamma), size),
-            _TABLES: padded_tables(self.cache.tables(batch.block_tables, rows), size),
+            bindings.ANCHOR_IDS: padded(batch.anchor_ids, num_requests),
+            bindings.PAST_LENGTHS: padded(past, num_requests),
+            bindings.TEMPERATURES: padded(batch.temperatures, num_requests),
+            bindings.UNIFORMS: padded(_whole_block(batch.uniforms, self.gamma), num_requests),
+            bindings.BLOCK_ROWS: padded(rows, num_requests),
+            bindings.ROW_REQUESTS: row_requests,
+            bindings.ROW_QUERY_LENGTHS: row_query_lengths,
         }
-        return DraftCall(len(rows), size, self._draft_layout(size), arrays)
+        num_slots = batch.uniforms.shape[1] if self.dims.is_slot_by_slot else self.gamma
+        layout = self._draft_layout(num_requests, num_rows)
+        return DraftCall(rows, past, count, num_slots, (num_requests, num_rows, num_slots), ((layout, arrays),))
 
     def enqueue(self, call: DraftCall) -> DraftOutput:
         """Enqueue a call whose inputs are on their way."""
-        self._draft_calls(call.size, lambda: self._draft_tensors(call))
+        self.cache.prepare(call.rows, call.past_lengths, self.dims.block_length)
+        self._draft_calls(call.shape, lambda: self._draft_tensors(call))
         small, count = self.fetched.tensors, call.num_requests
         confidence_logits = small[bindings.CONFIDENCE_LOGITS][:count]
         return DraftOutput(small[bindings.DRAFT_IDS][:count], self._draft_logits[:count], confidence_logits)
 
     def _draft_tensors(self, call: DraftCall) -> Tensors:
-        small = {name: tensor[: call.size] for name, tensor in self.fetched.tensors.items() if name != VERIFY_LEN}
+        ((layout, _),) = call.parts
+        staged = layout.tensors(self.inputs.memory)
+        (num_requests,), num_rows = staged[bindings.ANCHOR_IDS].shape, len(staged[bindings.ROW_REQUESTS])
+        if self.dims.is_slot_by_slot:
+            staged[bindings.UNIFORMS] = staged[bindings.UNIFORMS][:, : call.num_slots]
+        small = {name: self.fetched.tensors[name][:num_requests] for name in _SMALL}
         return (
-            call.layout.tensors(self.inputs.memory)
-            | {**small, bindings.DRAFT_LOGITS: self._draft_logits[: call.size]}
-            | self.cache.tensors()
+            staged
+            | {**small, bindings.DRAFT_LOGITS: self._draft_logits[:num_requests]}
+            | self.cache.tensors(bindings.CONTEXT, 0, num_rows)
         )
 
-    def _ingest_bucket(self, taps: torch.Tensor, tables: Int64, past: Int64, query: Int64) -> None:
-        """What a verification committed: up to gamma + 1 tokens a row."""
-        num_tokens = len(taps)
-        shape = bucket(num_tokens, self._most_committed), bucket(len(past), self.limits.max_requests)
-        layout = self._ingest_layout(*shape)
-        arrays = {
-            bindings.POSITIONS: _padded(positions(past, query), shape[0]),
-            _QUERY_LENGTHS: _padded(query, shape[1]),
-            _TABLES: padded_tables(tables, shape[1]),
-        }
-        self.inputs.send((layout, arrays))
-        self._taps[:num_tokens].copy_(taps, non_blocking=True)
-        self._ingest_calls(
-            shape,
-            lambda: layout.tensors(self.inputs.memory) | {bindings.TAPS: self._taps[: shape[0]]} | self.cache.tensors(),
-        )
-
-    def _ingest_whole(self, taps: torch.Tensor, tables: Int64, past: Int64, query: Int64) -> None:
-        """Prompts' taps, as they are."""
-        layout = self._ingest_layout(len(taps), len(past))
-        arrays = {bindings.POSITIONS: positions(past, query), _QUERY_LENGTHS: query, _TABLES: tables}
-        self.inputs.send((layout, arrays))
-        self._ingest_session.run(layout.tensors(self.inputs.memory) | {bindings.TAPS: taps} | self.cache.tensors())
-
-    def _make_draft_layout(self, num_requests: int) -> Layout:
-        inputs = [binding for binding in bindings.draft_inputs(self.dims) if not _is_cache(binding)]
-        return Layout(inputs, {"R": num_requests})
-
-    def _make_ingest_layout(self, num_tokens: int, num_rows: int) -> Layout:
-        names = (bindings.POSITIONS, _QUERY_LENGTHS, _TABLES)
-        inputs = [binding for binding in bindings.ingest_inputs(self.dims) if binding.name in names]
-        return Layout(inputs, {"T": num_tokens, f"B_{bindings.CONTEXT}": num_rows})
-
-    def _most_input_bytes(self) -> int:
-        """Either a draft and the selection behind it, or an ingest."""
-        limits = self.limits
-        rows, tokens = limits.max_requests, limits.max_batch_tokens
-        ingest = self._make_ingest_layout(tokens, rows)
-        return max(select_layout(self.dims, rows, rows, self.select_begin).end, ingest.end)
-
-
-def _is_cache(binding: Binding) -> bool:
-    return "_cache." in binding.name
+    def _make_draft_layout(self, num_requests: int, num_rows: int) -> Layout:
+        return Layout(block_inputs(self.dims), {"R": num_requests, f"B_{bindings.CONTEXT}": num_rows})
 
 
 def _whole_block(uniforms: NDArray[np.float32], gamma: int) -> NDArray[np.float32]:
     """Zeros for the slots that nobody asked for."""
     return np.pad(uniforms, ((0, 0), (0, gamma - uniforms.shape[1])))
-
-
-def _padded(array: NDArray[Any], size: int) -> NDArray[Any]:
-    """Zeros behind, along the first axis."""
-    padding = np.zeros((size - len(array), *array.shape[1:]), array.dtype)
-    return np.concatenate([array, padding])

@@ -16,10 +16,13 @@ from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.contract.forms import acceptance_operation
 from dspark_trt.contract.protocol import PageLimits
 from dspark_trt.engines.device.acceptance import DeviceAcceptance, compiled_launch
+from dspark_trt.engines.device.blocks import DeviceDrafter
 from dspark_trt.engines.device.buffers import with_index
 from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
-from dspark_trt.engines.device.graphs import CudaGraphCapture
+from dspark_trt.engines.device.graphs import Capture, CudaGraphCapture
+from dspark_trt.engines.device.language_model import DeviceLanguageModelEngine
+from dspark_trt.engines.device.paged_drafter import PagedDraftEngine
 from dspark_trt.engines.device.pages import page_limits
 from dspark_trt.engines.device.session import DeviceSession
 from dspark_trt.engines.device.step import DeviceStepEngine
@@ -28,10 +31,10 @@ from dspark_trt.engines.device.target import DeviceTargetEngine
 
 @dataclass(frozen=True, slots=True)
 class DeviceSessions:
-    """One session for each graph of `bindings`, of `paged` attention."""
+    """One session for each graph of `bindings`, the target's of `paged` attention."""
 
     target: DeviceSession
-    ingest: DeviceSession
+    ingest: DeviceSession | None  # None: a language model, whose one graph `draft` is
     draft: DeviceSession
     select: DeviceSession
 
@@ -41,7 +44,7 @@ class DeviceEngines:
     """Engines that share one device."""
 
     target: DeviceTargetEngine
-    drafter: DeviceDraftEngine
+    drafter: DeviceDrafter
     step: DeviceStepEngine
     acceptance: DeviceAcceptance | None  # None: without kernels for these sizes, where the runtime goes slot by slot
     pages: PageLimits
@@ -69,7 +72,7 @@ def open_device_engines(
         capture = CudaGraphCapture(device) if device.type == "cuda" and use_cuda_graphs else None
     pages, gamma = page_limits(target_dims, drafter_dims, num_pages), drafter_dims.gamma
     target = DeviceTargetEngine(sessions.target, target_dims, pages, device, gamma=gamma, capture=capture)
-    drafter = DeviceDraftEngine(sessions.ingest, sessions.draft, drafter_dims, pages, device, capture=capture)
+    drafter = _open_drafter(sessions, drafter_dims, pages, device, capture)
     step = DeviceStepEngine(target, drafter, sessions.select, capture=capture)
     acceptance = _open_acceptance(target_dims, drafter_dims, device, acceptance_kernels)
 
@@ -79,6 +82,17 @@ def open_device_engines(
                 torch.cuda.current_stream(device).synchronize()
 
     return DeviceEngines(target, drafter, step, acceptance, pages, synchronize)
+
+
+def _open_drafter(
+    sessions: DeviceSessions, dims: DrafterDims, pages: PageLimits, device: torch.device, capture: Capture | None
+) -> DeviceDrafter:
+    """Of blocks, whose context stands in pages; of a language model, or of another family, in rows of its own."""
+    if sessions.ingest is None:
+        return DeviceLanguageModelEngine(sessions.draft, dims, device, capture=capture)
+    if dims.cache.page_positions:
+        return PagedDraftEngine(sessions.ingest, sessions.draft, dims, pages, device, capture=capture)
+    return DeviceDraftEngine(sessions.ingest, sessions.draft, dims, device, capture=capture)
 
 
 def _open_acceptance(

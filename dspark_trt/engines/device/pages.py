@@ -22,7 +22,8 @@ def page_limits(target: TargetDims, drafter: DrafterDims, num_pages: int | None 
     positions = max(drafter.gamma + 1, drafter.block_length)
     if num_pages is None:
         num_pages = target.limits.max_requests * width + 1
-    return PageLimits(num_pages, target.cache.page_positions, width, positions)
+    holds_context = drafter.cache.page_positions > 0
+    return PageLimits(num_pages, target.cache.page_positions, width, positions, holds_context)
 
 
 class DevicePages:

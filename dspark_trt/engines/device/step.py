@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.protocol import DraftBatch, HostDrafts, SelectBatch, SelectedOutput, TargetBatch
+from dspark_trt.engines.device.blocks import DeviceDrafter
 from dspark_trt.engines.device.buckets import bucket
 from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_tokens
-from dspark_trt.engines.device.drafter import DeviceDraftEngine
 from dspark_trt.engines.device.errors import torch_errors
 from dspark_trt.engines.device.graphs import Capture
 from dspark_trt.engines.device.select import VERIFY_LEN, SelectCalls, select_arrays
@@ -46,7 +46,7 @@ class DeviceStepEngine:
     def __init__(
         self,
         target: DeviceTargetEngine,
-        drafter: DeviceDraftEngine,
+        drafter: DeviceDrafter,
         select_session: DeviceSession,
         *,
         capture: Capture | None = None,
@@ -82,9 +82,7 @@ class DeviceStepEngine:
         num_rows, num_requests = calls[0].shape.decode[0], bucket(n, target.limits.max_requests)
         arrays = select_arrays(select, plain.token_ids[:n], plain.past_lengths[:n], num_requests, num_rows)
         with torch_errors("draft, selection and verification"):
-            drafter.inputs.send(
-                (draft_call.layout, draft_call.arrays), (self._select.layout(num_requests, num_rows), arrays)
-            )
+            drafter.inputs.send(*draft_call.parts, (self._select.layout(num_requests, num_rows), arrays))
             target.send(calls[0])
             drafted = drafter.enqueue(draft_call)
             self._select_into(calls[0], num_requests, num_rows, num_decode_tokens(plain, num_selected))

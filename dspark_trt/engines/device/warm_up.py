@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -53,8 +54,10 @@ def warm_up(engines: DeviceEngines) -> int:
             for per_row in (1, gamma + 1):
                 if count * per_row <= limits.max_batch_tokens:
                     taps = np.zeros((count * per_row, engines.drafter.dims.tap_width), np.float32)
-                    engines.drafter.ingest(IngestBatch(taps, rows, past, past + per_row))
-                    num_calls += 1
+                    ids = np.zeros(count * per_row, np.int64)
+                    committed = IngestBatch(taps, rows, past, past + per_row, ids, ids)
+                    engines.drafter.draft(replace(draft, past_lengths=past + per_row), committed)
+                    num_calls += 2
     engines.synchronize()
     logger.info("%d calls of likely sizes were made beforehand in %.1f s", num_calls, time.perf_counter() - started)
     return num_calls

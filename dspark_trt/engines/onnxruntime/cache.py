@@ -12,7 +12,8 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
-from dspark_trt.contract.dims import CacheDims, FloatType
+from dspark_trt.contract.cache_dims import CacheDims
+from dspark_trt.contract.dims import FloatType
 
 KEYS, VALUES = 0, 1
 

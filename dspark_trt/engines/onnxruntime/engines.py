@@ -6,6 +6,7 @@ Shape letters: `R` requests, `G` gamma, `T` packed tokens, `L` logit rows, `V` v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from dspark_trt.engines.onnxruntime.drafter import OnnxRuntimeDraftEngine
 from dspark_trt.engines.onnxruntime.language_model import OnnxRuntimeLanguageModelEngine
 from dspark_trt.engines.onnxruntime.session import DEFAULT_SETTINGS, BoundArrays, GraphSession, OnnxRuntimeSettings
 from dspark_trt.engines.row_groups import RowGroup, positions, row_group
+
+PaddedTokens = Callable[[int, int], int]  # requests and packed tokens of a call -> packed tokens that it is given
 
 __all__ = [
     "OnnxRuntimeDraftEngine",
@@ -59,6 +62,11 @@ class OnnxRuntimeTargetEngine:
         num_tokens = self._dims.limits.max_batch_tokens
         self._logits = np.empty((num_tokens, self._dims.vocab_size), np.float32)
         self._taps = np.empty((num_tokens, self._dims.tap_width), self._dims.element_type)
+        self._padded_tokens: PaddedTokens = lambda num_requests, num_tokens: num_tokens
+
+    def pad_calls(self, padded_tokens: PaddedTokens) -> None:
+        """Give calls as many packed tokens as `padded_tokens` says; those behind the batch's own are of no row."""
+        self._padded_tokens = padded_tokens
 
     @property
     def limits(self) -> EngineLimits:
@@ -76,27 +84,34 @@ class OnnxRuntimeTargetEngine:
         check_tokens(self.limits, len(token_ids))
         n = batch.num_decode
         num_decode_tokens = int(query[:n].sum())
-        decode = row_group(rows[:n], past[:n], query[:n])
-        prefill = row_group(rows[n:], past[n:], query[n:], first_token=num_decode_tokens)
+        least = self._dims.min_query_length
+        decode = row_group(rows[:n], past[:n], query[:n], min_query_length=least)
+        prefill = row_group(rows[n:], past[n:], query[n:], first_token=num_decode_tokens, min_query_length=least)
+        num_tokens = min(self._padded_tokens(len(rows), len(token_ids)), self.limits.max_batch_tokens)
+        padding = np.zeros(max(num_tokens - len(token_ids), 0), np.int64)
         inputs = {
-            bindings.TOKEN_IDS: token_ids,
-            bindings.POSITIONS: positions(past, query),
+            bindings.TOKEN_IDS: np.concatenate([token_ids, padding]),
+            bindings.POSITIONS: np.concatenate([positions(past, query), padding]),
             bindings.LOGIT_ROWS: logit_rows,
             bindings.PADDED_INDICES: np.concatenate(
-                [decode.padded_indices, prefill.padded_indices + decode.tokens.size]
+                [decode.padded_indices, prefill.padded_indices + decode.tokens.size, padding]
             ),
         }
         groups = dict(zip(bindings.TARGET_GROUPS, (decode, prefill), strict=True))
         for name, group in groups.items():
             inputs |= group_inputs(name, group)
-        logits, taps = self._logits[: len(logit_rows)], self._taps[: len(token_ids)]
+        inputs |= self._further_inputs()
+        logits, taps = self._logits[: len(logit_rows)], self._taps[: len(token_ids) + len(padding)]
         outputs = {bindings.LOGITS: logits} | ({bindings.TAPS: taps} if self._dims.num_taps else {})
         key = (decode.first_row, decode.num_rows, prefill.first_row, prefill.num_rows)
         self._session.run(key, lambda: self._caches(groups), inputs, outputs)
-        return TargetOutput(logits, taps)
+        return TargetOutput(logits, taps[: len(token_ids)])
 
     def move_row(self, source: int, destination: int, num_positions: int) -> None:
         self._pool.move_row(source, destination, num_positions)
+
+    def _further_inputs(self) -> dict[str, NDArray[np.float32]]:
+        return {}
 
     def _caches(self, groups: dict[str, RowGroup]) -> tuple[BoundArrays, BoundArrays]:
         arrays: dict[str, NDArray[np.floating]] = {}

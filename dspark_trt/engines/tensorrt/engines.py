@@ -12,7 +12,7 @@ from dspark_trt.engines.settings import ENGINE_FOLDER, EngineSettings
 from dspark_trt.engines.tensorrt.compiler.acceptance import read_acceptance
 from dspark_trt.engines.tensorrt.compiler.facts import engine_path, read_facts
 from dspark_trt.engines.tensorrt.compiler.memory import DEVICE_RESERVE_BYTES, output_bytes
-from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, MODEL_GRAPHS
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import get_logger
 from dspark_trt.machine.packages import device_runtime_lacks
@@ -56,7 +56,9 @@ def open_tensorrt_engines(
             "(in a container: --gpus all)"
         )
     folder = build / ENGINE_FOLDER
-    facts = {graph: read_facts(folder, graph) for graph in (bindings.TARGET_GRAPH, bindings.DRAFT_GRAPH)}
+    is_model = engine_path(folder, bindings.MODEL_GRAPH).exists()
+    drafting = bindings.MODEL_GRAPH if is_model else bindings.DRAFT_GRAPH
+    facts = {graph: read_facts(folder, graph) for graph in (bindings.TARGET_GRAPH, drafting)}
     for graph, found in facts.items():
         if found.library != settings.backend:
             raise EngineBuildError(
@@ -64,9 +66,17 @@ def open_tensorrt_engines(
                 f"{found.library}; run `dspark-trt build` again"
             )
     runtime = TensorRTRuntime(settings.backend, DEVICE)
-    sessions = DeviceSessions(*(TensorRTSession(engine_path(folder, graph), runtime) for graph in GRAPHS))
+    opened = {
+        graph: TensorRTSession(engine_path(folder, graph), runtime) for graph in (MODEL_GRAPHS if is_model else GRAPHS)
+    }
+    sessions = DeviceSessions(
+        opened[bindings.TARGET_GRAPH],
+        opened.get(bindings.INGEST_GRAPH),
+        opened[drafting],
+        opened[bindings.SELECT_GRAPH],
+    )
     target = target_dims_from_metadata(facts[bindings.TARGET_GRAPH].metadata, bindings.TARGET_GRAPH)
-    drafter = drafter_dims_from_metadata(facts[bindings.DRAFT_GRAPH].metadata, bindings.DRAFT_GRAPH)
+    drafter = drafter_dims_from_metadata(facts[drafting].metadata, drafting)
     free, total = torch.cuda.mem_get_info()
     reserved = output_bytes(target, drafter) + runtime.scratch_bytes + DEVICE_RESERVE_BYTES
     plan = plan_pages(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dspark_trt.checkpoints.spec import BlockDrafterSpec
 from dspark_trt.contract import bindings
 from dspark_trt.contract.drafter_form import columns_of
-from dspark_trt.graphs.attention import block_attention, context_writer
+from dspark_trt.graphs.attention import ContextEmitter, block_attention, context_writer
 from dspark_trt.graphs.builder import GraphBuilder
 from dspark_trt.graphs.decoder import DecoderParts
 from dspark_trt.graphs.drafters.parts import ChosenRows, DrafterParts
@@ -42,6 +42,9 @@ class BlockGraphs:
         return {}
 
     def emit_ingest(self, builder: GraphBuilder, parts: DrafterParts) -> None:
+        self._emit_context(builder, parts, context_writer(builder, self._spec.decoder, parts.dims))
+
+    def _emit_context(self, builder: GraphBuilder, parts: DrafterParts, writer: ContextEmitter) -> None:
         """K and V of every layer straight from the context feature; it passes through no input_layernorm."""
         spec, dims, numbers = self._spec, parts.dims, parts.numbers
         layers = DecoderParts(
@@ -49,11 +52,10 @@ class BlockGraphs:
             spec.decoder,
             parts.weights,
             numbers,
-            bits=parts.bits.drafter_layers,
+            parts.linears(builder),
             positions=bindings.POSITIONS,
             num_positions=dims.limits.max_seq_len,
         )
-        writer = context_writer(builder, spec.decoder, dims)
         fc = Linears(builder, parts.weights, None, numbers.context)
         taps = numbers.cast(builder, bindings.TAPS, numbers.model, numbers.context)
         context = layers.norm(fc(taps, "fc.weight"), "hidden_norm", source=numbers.context)  # [T, D]
@@ -64,6 +66,10 @@ class BlockGraphs:
     def emit_draft(self, builder: GraphBuilder, parts: DrafterParts) -> None:
         """All slots at once, then the sequential stage."""
         dims = parts.dims
+        if dims.ingests_in_draft:
+            output = bindings.cache_context_output
+            with builder.scope("context"):
+                self._emit_context(builder, parts, context_writer(builder, self._spec.decoder, dims, output=output))
         h = self._emit_backbone(builder, parts)
         emit_markov_head(
             builder,
@@ -90,7 +96,7 @@ class BlockGraphs:
             spec.decoder,
             parts.weights,
             parts.numbers,
-            bits=parts.bits.drafter_layers,
+            parts.linears(builder),
             positions=positions,
             num_positions=dims.limits.max_seq_len + dims.block_length,
         )

@@ -1,8 +1,9 @@
 """EAGLE-3 drafters: a decoder layer that reads a token's embedding beside a feature, and drafts slot after slot.
 
 `ingest` makes the feature of each position from its taps, and K and V of feature and next token. `draft` starts again
-at the last ingested position, whose feature it is given, and runs the layer once for each slot inside one graph: what
-comes out of a slot is the feature of the next one, and its draft the token.
+at the last ingested position, whose feature it is given, and runs the layer once for each slot: what comes out of a
+slot is the feature of the next one, and its draft the token. All slots are inside one graph, but with `standard`
+attention: there a call makes one slot and hands out the feature of the next one.
 
 Source: EAGLE-3 (arXiv 2503.01840), section 3. Shape letters: `R` requests, `G` slots, `T` context tokens, `W` draft
 vocabulary, `D` hidden, `M` tap layers.
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from numpy import int64
+import numpy as np
 from numpy.typing import NDArray
 
 from dspark_trt.checkpoints.layout import MASK
@@ -34,7 +35,7 @@ class Eagle3Graphs:
 
     spec: Eagle3Spec
 
-    def chosen_rows(self, ids: NDArray[int64] | None, own_ids: NDArray[int64] | None) -> ChosenRows:
+    def chosen_rows(self, ids: NDArray[np.int64] | None, own_ids: NDArray[np.int64] | None) -> ChosenRows:
         """None: only the head has rows of the draft vocabulary."""
         return {}
 
@@ -45,34 +46,35 @@ class Eagle3Graphs:
         embedded = layers.embedded(builder.op("Gather", parts.embedding(builder), bindings.TOKEN_IDS, axis=0))
         writer = context_writer(builder, self.spec.decoder, parts.dims)
         with builder.scope(_LAYER):
-            joined, _ = self._joined(builder, layers, embedded, feature)
+            joined, _ = self._joined(builder, parts, layers, embedded, feature)
             writer.append(0, layers.key(0, joined), layers.value(0, joined))
         builder.op("Gather", feature, bindings.LAST_TOKENS, axis=0, output=bindings.LAST_STATES)
 
     def emit_draft(self, builder: GraphBuilder, parts: DrafterParts) -> None:
-        """gamma runs of the layer. The first one writes the last context position once more, as it is there."""
+        """A run of the layer for each slot of a call. The first one of a block writes the last context position once
+        more, as it is there."""
         if self.spec.is_masked:
             return self._emit_masked(builder, parts)
-        dims, spec = parts.dims, self.spec
+        dims, spec, numbers = parts.dims, self.spec, parts.numbers
         embedding = parts.embedding(builder)
         slots = slot_attention(builder, spec.decoder, dims)
         feature, token = bindings.ROW_STATES, bindings.ANCHOR_IDS
         drafts, logits = [], []
-        for slot in range(dims.gamma):
+        for slot in range(dims.slots_of_call):
             with builder.scope(f"slot_{slot}"):
                 positions = builder.op("Add", bindings.PAST_LENGTHS, builder.scalar(slot - 1))
                 positions = builder.op("Max", positions, builder.scalar(0))  # [R]
                 num_positions = dims.limits.max_seq_len + dims.gamma
-                layers = self._layers(builder, parts, positions, num_positions, num_runs=dims.gamma)
+                layers = self._layers(builder, parts, positions, num_positions, num_runs=dims.slots_of_call)
                 attention = slots.at(slot, positions)
                 embedded = layers.embedded(builder.op("Gather", embedding, token, axis=0))
-                joined, residual = self._joined(builder, layers, embedded, feature)
+                joined, residual = self._joined(builder, parts, layers, embedded, feature)
                 attended = attention.attend(0, layers.query_key(0, joined), layers.value(0, joined))
-                x = layers.layer_output(0, residual, attended)
-                h = layers.norm(x, "norm")
+                x = layers.layer_output(0, residual, attended, stream=numbers.context)
+                h = layers.norm(x, "norm", source=numbers.context)
                 columns, slot_logits = emit_draw(
                     builder,
-                    parts.numbers,
+                    numbers,
                     logits=parts.base_logits(builder, h),
                     hidden=h,
                     uniforms=builder.op("Gather", bindings.UNIFORMS, builder.vector(slot), axis=1),
@@ -81,9 +83,11 @@ class Eagle3Graphs:
                 )
                 draft = _as_ids(builder, parts, columns)
                 token = builder.op("Squeeze", draft, builder.vector(1))
-                feature = h if spec.is_output_normed else x
+                feature = _wide(builder, parts, h) if spec.is_output_normed else x
                 drafts.append(draft)
                 logits.append(slot_logits)
+        if dims.is_slot_by_slot:
+            builder.op("Identity", feature, output=bindings.LAST_STATES)
         _emit_outputs(builder, parts, drafts, logits)
 
     def _emit_masked(self, builder: GraphBuilder, parts: DrafterParts) -> None:
@@ -101,15 +105,19 @@ class Eagle3Graphs:
                 positions = builder.op("Max", positions, builder.scalar(0))  # [R]
                 num_positions = dims.limits.max_seq_len + dims.gamma
                 layers = self._layers(builder, parts, positions, num_positions, num_runs=dims.gamma)
-                joined, residual = masks, first_half
+                joined, residual = masks, _wide(builder, parts, first_half)
                 if slot == 0:
                     rows_of = builder.op("Gather", parts.embedding(builder), bindings.ANCHOR_IDS, axis=0)
-                    joined, residual = self._joined(builder, layers, layers.embedded(rows_of), bindings.ROW_STATES)
+                    joined, residual = self._joined(
+                        builder, parts, layers, layers.embedded(rows_of), bindings.ROW_STATES
+                    )
                 attention = slots.at(slot, positions)
                 attended.append(attention.attend(0, layers.query_key(0, joined), layers.value(0, joined)))
                 residuals.append(residual)
-        x = layers.layer_output(0, _stacked(builder, residuals), _stacked(builder, attended))  # [R * n, D]
-        h = layers.norm(layers.norm(x, "norm"), "norm")
+        context = parts.numbers.context
+        residual = _stacked(builder, residuals)
+        x = layers.layer_output(0, residual, _stacked(builder, attended), stream=context)  # [R * n, D]
+        h = layers.norm(layers.norm(x, "norm", source=context), "norm")
         drafts, logits = [], []
         of_slots = builder.vector(-1, dims.gamma, dims.hidden_size)
         hidden = builder.op("Reshape", h, of_slots)
@@ -137,18 +145,17 @@ class Eagle3Graphs:
             self.spec.decoder,
             parts.weights,
             parts.numbers,
-            bits=parts.bits.drafter_layers,
+            parts.linears(builder, is_read_again=num_runs > 1),
             positions=positions,
             num_positions=num_positions,
-            is_read_again=num_runs > 1,
         )
 
     def _feature(self, builder: GraphBuilder, parts: DrafterParts, layers: DecoderParts) -> str:
-        """taps [T, M*D] -> [T, D]."""
+        """taps [T, M*D] -> [T, D], of the context's type, as are all features and the residual stream."""
         spec, numbers = self.spec, parts.numbers
         taps = bindings.TAPS
         if spec.is_module:
-            return taps
+            return _wide(builder, parts, taps)
         if spec.tap_norm == "joint":
             taps = layers.norm(taps, "input_norm")
         elif spec.tap_norm == "each":
@@ -156,21 +163,28 @@ class Eagle3Graphs:
             normed = [layers.norm(tap, f"fc_norm.{index}") for index, tap in enumerate(each)]
             taps = builder.op("Concat", *normed, axis=1)
         fc = Linears(builder, parts.weights, None, numbers.context)
-        fused = fc(numbers.cast(builder, taps, numbers.model, numbers.context), "fc.weight")
-        return numbers.cast(builder, fused, numbers.context, numbers.model)
+        return fc(numbers.cast(builder, taps, numbers.model, numbers.context), "fc.weight")
 
-    def _joined(self, builder: GraphBuilder, layers: DecoderParts, embedded: str, feature: str) -> tuple[str, str]:
+    def _joined(
+        self, builder: GraphBuilder, parts: DrafterParts, layers: DecoderParts, embedded: str, feature: str
+    ) -> tuple[str, str]:
         """What the layer's projections read, and where its residual stream starts [T, D].
 
         EAGLE-3's read embedding and feature side by side [T, 2D], a module's what a matrix makes of both [T, D].
         """
+        context = parts.numbers.context
         if self.spec.is_module:
-            both = layers.norm(feature, "hidden_norm"), layers.norm(embedded, "token_norm")
+            both = layers.norm(feature, "hidden_norm", source=context), layers.norm(embedded, "token_norm")
             x = layers.linear(builder.op("Concat", *both, axis=1), "fc.weight")
-            return layers.norm(x, f"{_LAYER}.input_layernorm"), x
-        normed = layers.norm(feature, f"{_LAYER}.hidden_norm")
+            return layers.norm(x, f"{_LAYER}.input_layernorm"), _wide(builder, parts, x)
+        normed = layers.norm(feature, f"{_LAYER}.hidden_norm", source=context)
         joined = builder.op("Concat", layers.norm(embedded, f"{_LAYER}.input_layernorm"), normed, axis=1)
-        return joined, normed if self.spec.is_residual_normed else feature
+        return joined, _wide(builder, parts, normed) if self.spec.is_residual_normed else feature
+
+
+def _wide(builder: GraphBuilder, parts: DrafterParts, x: str) -> str:
+    """`x` of the model's type in that of the context."""
+    return parts.numbers.cast(builder, x, parts.numbers.model, parts.numbers.context)
 
 
 def _as_ids(builder: GraphBuilder, parts: DrafterParts, columns: str) -> str:

@@ -42,7 +42,7 @@ class LanguageModelGraphs:
             spec.decoder,
             parts.weights,
             parts.numbers,
-            bits=parts.bits.drafter_layers,
+            parts.linears(builder),
             positions=bindings.POSITIONS,
             num_positions=dims.limits.max_seq_len + dims.gamma,
             experts=self._experts(builder, parts),

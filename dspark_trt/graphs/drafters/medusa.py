@@ -33,28 +33,35 @@ class MedusaGraphs:
         return {_matrix(head): rows for head in range(self.spec.gamma)}
 
     def emit_ingest(self, builder: GraphBuilder, parts: DrafterParts) -> None:
-        builder.op("Gather", bindings.TAPS, bindings.LAST_TOKENS, axis=0, output=bindings.LAST_STATES)
+        numbers = parts.numbers
+        is_same = numbers.model == numbers.context
+        last = builder.op(
+            "Gather", bindings.TAPS, bindings.LAST_TOKENS, axis=0, output=bindings.LAST_STATES if is_same else None
+        )
+        numbers.cast(builder, last, numbers.model, numbers.context, output=bindings.LAST_STATES)
 
     def emit_draft(self, builder: GraphBuilder, parts: DrafterParts) -> None:
         """A head for each of parts.dims.gamma slots. The graphs of all slot counts read the same weights."""
         dims = parts.dims
-        blocks = Linears(builder, parts.weights, parts.bits.drafter_layers, dims.element_type)
+        blocks = parts.linears(builder)
         source = parts.head_weights if self.spec.is_head_shared else parts.weights
         onto_ids = Linears(builder, source, parts.head_bits, dims.element_type, is_read_again=True)
+        states = parts.numbers.cast(builder, bindings.ROW_STATES, parts.numbers.context, parts.numbers.model)
         drafts, logits = [], []
         for slot in range(dims.gamma):
             with builder.scope(f"heads.{slot}"):
-                x = bindings.ROW_STATES
+                x = states
                 for block in range(self.spec.num_blocks):
                     module = f"heads.{slot}.blocks.{block}"
                     bias = f"{module}.bias" if self.spec.has_block_bias else None
                     inner = blocks(x, f"{module}.weight", bias=bias)
                     activated = builder.op("Mul", inner, builder.op("Sigmoid", inner))
                     x = builder.op("Add", x, activated)
+                of_rows = onto_ids(x, parts.head_name if self.spec.is_head_shared else _matrix(slot))
                 columns, slot_logits = emit_draw(
                     builder,
                     parts.numbers,
-                    logits=onto_ids(x, parts.head_name if self.spec.is_head_shared else _matrix(slot)),
+                    logits=parts.on_columns(builder, of_rows),
                     hidden=x,
                     uniforms=builder.op("Gather", bindings.UNIFORMS, builder.vector(slot), axis=1),
                     vocab_size=dims.vocab_size,

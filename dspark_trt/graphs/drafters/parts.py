@@ -48,6 +48,11 @@ class DrafterParts:
         source = self.weights if self.spec.has_own_embedding else self.shared
         return builder.initializer(source.tensor(EMBEDDING, self.dims.element_type))
 
+    def linears(self, builder: GraphBuilder, *, is_read_again: bool = False) -> Linears:
+        """Linear layers of the drafter's own weights; `is_read_again` as in `Linears`."""
+        bits, element_type = self.bits.drafter_layers, self.numbers.model
+        return Linears(builder, self.weights, bits, element_type, is_read_again=is_read_again)
+
     def base_logits(self, builder: GraphBuilder, hidden: str) -> str:
         """hidden [T, D], normalised -> [T, W] over `ids`, or over every id."""
         head = Linears(
@@ -55,11 +60,15 @@ class DrafterParts:
             self.head_weights,
             self.head_bits,
             self.dims.element_type,
-            is_read_again=self.dims.is_sequential and self.dims.gamma > 1,
+            is_read_again=self.dims.is_sequential and self.dims.slots_of_call > 1,
         )
         logits = head(hidden, self.head_name)
         if (cap := self.spec.decoder.logit_softcap) is not None:
             logits = softcapped(builder, logits, cap, self.dims.element_type)
+        return self.on_columns(builder, logits)
+
+    def on_columns(self, builder: GraphBuilder, logits: str) -> str:
+        """Logits [T, W] of a head's own rows, with a column for every id where every id has one."""
         if self.ids is not None or self.own_ids is None:
             return logits
         return _on_every_id(builder, logits, self.own_ids, self.dims, self.numbers)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ _STOP_TIMEOUT_S = 5  # for running requests, once `serve` has ended the engine o
 def main() -> None:
     settings = FrontEndSettings.model_validate_json(sys.stdin.readline())
     listener = socket.socket(fileno=int(sys.argv[1]))
+    _allow_descriptors()
     attach(logging.StreamHandler(), logging.WARNING)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # `serve` decides when this ends
     server = uvicorn.Server(
@@ -49,6 +51,16 @@ def main() -> None:
     )
     threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
     asyncio.run(server.serve(sockets=[listener]))
+
+
+def _allow_descriptors() -> None:
+    """As many as there may be connections, and those that are turned away at once: without a descriptor for it none
+    can even be turned away, and shells mostly allow 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 4 * MAX_CONNECTIONS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _end_with_parent(server: uvicorn.Server) -> None:

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 
 from dspark_trt.server.openai import generate
 from dspark_trt.server.openai.answers import Answering, Format, Header
-from dspark_trt.server.openai.body import read_json_object
+from dspark_trt.server.openai.body import BodyMemory, read_json_object
 from dspark_trt.server.openai.chat import ChatFormat
 from dspark_trt.server.openai.completions import CompletionFormat
 from dspark_trt.server.openai.errors import ApiError, ClientGoneError, internal
@@ -40,7 +40,11 @@ class FrontEnd:
         self.models = Models(settings.grpc_address, settings.engine_model_name)
         self.metrics = Metrics(settings.metrics_url)
         self.started_at = int(time.time())
+        self._body_memory = BodyMemory(settings.max_body_bytes)
         self._codec = TextCodec.load(settings.tokenizer_folder)
+
+    async def read_body(self, http: Request) -> dict[str, Any]:
+        return await read_json_object(http, self.settings.max_body_bytes, self._body_memory)
 
     def decode(self, token_ids: Any) -> str:
         return self._codec.decode(token_ids, skip_special_tokens=False)
@@ -60,7 +64,7 @@ class FrontEnd:
 
     async def answer(self, http: Request, read: Callable[..., Any]) -> Response:
         """Answer a request of either kind; `read` is `chat` or `completion`."""
-        body = await read_json_object(http, self.settings.max_body_bytes)
+        body = await self.read_body(http)
         request, prompts, form = await while_connected(http, read(body))
         jobs = make_jobs(request, prompts, self.settings)
         pieces = run(self.models, jobs, timeout_s(request, self.settings))
@@ -164,7 +168,7 @@ def _add_generate(app: FastAPI) -> None:
     async def generate_once(http: Request) -> JSONResponse:
         front_end = _front_end(http)
         try:
-            body = await read_json_object(http, front_end.settings.max_body_bytes)
+            body = await front_end.read_body(http)
             tensors = generate.read_fields(body, streams=False)
             return JSONResponse(await while_connected(http, generate.answer(front_end.models, tensors)))
         except ApiError as error:
@@ -174,7 +178,7 @@ def _add_generate(app: FastAPI) -> None:
     async def generate_stream(http: Request) -> Response:
         front_end = _front_end(http)
         try:
-            body = await read_json_object(http, front_end.settings.max_body_bytes)
+            body = await front_end.read_body(http)
             events = generate.events(front_end.models, generate.read_fields(body, streams=True))
             return EventStream(await while_connected(http, first_event(events)), events)
         except ApiError as error:

@@ -20,7 +20,8 @@ _ENSEMBLE_PREFIX = "in ensemble 'ensemble', "
 _CANCELLED = "the request was cancelled"
 # How a RequestError begins: with the field, or with what of the request it speaks of.
 _REFUSAL = re.compile(
-    r"unknown fields? |[a-z_]+((, | and )[a-z_]+)*: |token ids: |(the (text|tokenizer|chat template)|this model) "
+    r"unknown fields? |[a-z_]+(\[[^\]]{1,20}\])?((, | and )[a-z_]+)*: |(token ids|request id): |"
+    r"(the (text|tokenizer|chat template)|this model) "
 )
 _UNLOADED = re.compile(r"has no available versions|is not ready")  # Triton, while it starts or stops
 _UNREACHABLE = "the engine cannot be reached at the moment; retry after 1 s"
@@ -38,7 +39,9 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        engine_message: str | None = None,
     ) -> None:
+        """`engine_message`: where that differs, the same with the engine's names of fields."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -46,6 +49,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers or {}
+        self.engine_message = engine_message or message
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
@@ -115,8 +119,9 @@ def timed_out(message: str) -> ApiError:
 
 
 def _with_openai_name(details: str) -> ApiError:
-    name, colon, rest = details.partition(":")
+    place, colon, rest = details.partition(":")
+    name, bracket, index = place.partition("[")
     if not colon or not name.isidentifier():
         return ApiError(400, details)
     param = _OPENAI_NAMES.get(name, name)
-    return ApiError(400, f"{param}:{rest}", param=param)
+    return ApiError(400, f"{param}{bracket}{index}:{rest}", param=param, engine_message=details)

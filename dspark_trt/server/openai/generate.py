@@ -46,7 +46,8 @@ def read_fields(body: dict[str, Any], *, streams: bool) -> dict[str, NDArray[Any
 def _array(field: Field, value: Any) -> NDArray[Any]:
     values = value if isinstance(value, list) else [value]
     limit = 1 if field.dims == (1,) else MAX_BAD_WORDS
-    if len(values) > limit or not all(_has_type(item, field.data_type) for item in values):
+    is_missing = limit == 1 and not values
+    if is_missing or len(values) > limit or not all(_has_type(item, field.data_type) for item in values):
         what = _WHAT.get(field.data_type, "an integer of 64 bits")
         expected = what if limit == 1 else f"at most {limit} values, each {what}"
         raise ApiError(400, f"{field.name}: expected {expected}, found {shorten(value)}")
@@ -88,8 +89,8 @@ async def events(models: Models, tensors: dict[str, NDArray[Any]]) -> AsyncGener
 
 
 def error_body(error: ApiError) -> dict[str, str]:
-    """As Triton writes errors."""
-    return {"error": error.message}
+    """As Triton writes errors, with the names of fields that its clients send."""
+    return {"error": error.engine_message}
 
 
 def _has_outputs(response: triton.InferResult) -> bool:

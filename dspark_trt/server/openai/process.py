@@ -12,17 +12,20 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.error import HTTPError
 
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError, RecipeError
 from dspark_trt.machine.address import family_of, in_url
 from dspark_trt.machine.packages import install_extra
 from dspark_trt.server.environment import front_end_environment
 from dspark_trt.server.openai.settings import DEFAULT_TIMEOUT_S, FrontEndOptions, FrontEndSettings, make_settings
+from dspark_trt.server.prober import Prober
 
 _START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
 _MIN_LIFE_S = 2.0  # between two starts: a front end that cannot live does not keep the machine busy
+_PROBE_INTERVAL_S, _PROBE_TIMEOUT_S = 5.0, 60.0  # without an answer for so long it counts as hung
 _BACKLOG = 512
 _PACKAGES = ("fastapi", "uvicorn", "tritonclient")
 
@@ -30,10 +33,19 @@ _PACKAGES = ("fastapi", "uvicorn", "tritonclient")
 class FrontEndProcess:
     """One front end; its socket outlives its process, so that clients wait while it is started again."""
 
-    def __init__(self, settings: FrontEndSettings, listener: socket.socket) -> None:
+    def __init__(
+        self,
+        settings: FrontEndSettings,
+        listener: socket.socket,
+        *,
+        probe_interval_s: float = _PROBE_INTERVAL_S,
+        probe_timeout_s: float = _PROBE_TIMEOUT_S,
+    ) -> None:
         self._settings = settings
         self._listener = listener
+        self._probing = probe_interval_s, probe_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._prober: Prober | None = None
         self._started_at = 0.0
 
     @property
@@ -64,18 +76,35 @@ class FrontEndProcess:
             if self.has_died() or time.monotonic() > deadline:
                 raise EngineBuildError(f"the front end at {self.url} does not answer; its messages are above")
             time.sleep(_POLL_S)
+        self._prober = Prober(self._probe, *self._probing)
 
     def restart(self) -> None:
         """Start it again on the same socket, a while after the last start. Raises EngineBuildError as `start` does."""
+        if self._process is not None:
+            self._process.kill()  # one that hangs would not end by itself
         time.sleep(max(0.0, self._started_at + _MIN_LIFE_S - time.monotonic()))
         self.stop()
-        self.start()
+        try:
+            self.start()
+        except EngineBuildError:
+            self.stop()
+            raise
+
+    def fault(self) -> str | None:
+        """Why it can no longer serve; None while it can. Cheap: to be asked several times a second."""
+        if self.has_died():
+            return "its process ended"
+        assert self._prober is not None, "a front end that was started is probed"
+        return self._prober.fault()
 
     def has_died(self) -> bool:
         return self._process is None or self._process.poll() is not None
 
     def stop(self) -> None:
         """End the process; running requests get a few seconds. Safe to call twice."""
+        if self._prober is not None:
+            self._prober.close()
+            self._prober = None
         if self._process is None:
             return
         self._process.terminate()
@@ -89,6 +118,16 @@ class FrontEndProcess:
         self._process = None
 
     def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            return self._ask(timeout_s=1.0) == 200
+        return False
+
+    def _probe(self) -> None:
+        """Raises OSError when it does not answer. That it is full is an answer."""
+        with contextlib.suppress(HTTPError):
+            self._ask(timeout_s=self._probing[1])
+
+    def _ask(self, timeout_s: float) -> int:
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # our own process, on this machine
         opener = urllib.request.build_opener(
@@ -97,12 +136,9 @@ class FrontEndProcess:
         host = "[::1]" if self._listener.family == socket.AF_INET6 else "127.0.0.1"
         address = self._listener.getsockname()
         connect = host if address[0] in ("0.0.0.0", "::") else self.url.split("://")[1].rpartition(":")[0]
-        with (
-            contextlib.suppress(OSError),
-            opener.open(f"{self.url.split('://')[0]}://{connect}:{address[1]}/v2/health/live", timeout=1.0) as answer,
-        ):
-            return bool(answer.status == 200)
-        return False
+        url = f"{self.url.split('://')[0]}://{connect}:{address[1]}/v2/health/live"
+        with opener.open(url, timeout=timeout_s) as answer:
+            return int(answer.status)
 
 
 @contextlib.contextmanager
@@ -113,8 +149,10 @@ def start_front_end(
     grpc_address: str,
     metrics_url: str,
     default_timeout_s: float = DEFAULT_TIMEOUT_S,
+    **probing: float,
 ) -> Iterator[FrontEndProcess]:
-    """A front end that answers, for a server at `grpc_address`. Leaving the block ends it.
+    """A front end that answers, for a server at `grpc_address`. Leaving the block ends it. `probing`: see
+    `FrontEndProcess`.
 
     Raises EnvironmentMissingError when its packages are not installed, RecipeError for a port in use and for files that
     do not do, ManifestError for an unfinished build, EngineBuildError when it does not start.
@@ -124,7 +162,7 @@ def start_front_end(
         build_dir, options, grpc_address=grpc_address, metrics_url=metrics_url, default_timeout_s=default_timeout_s
     )
     with listen(options) as listener:
-        front_end = FrontEndProcess(settings, listener)
+        front_end = FrontEndProcess(settings, listener, **probing)
         try:
             front_end.start()
             yield front_end

@@ -15,6 +15,9 @@ Request = TypeVar("Request", bound=GenerationFields)
 
 def read_request(kind: type[Request], body: dict[str, Any], model_name: str) -> Request:
     """Raises ApiError that names the first field which is not acceptable, or the model that is not here."""
+    for name in body:
+        if not name.isascii():  # half a character is no text for pydantic, which then names no field
+            raise ApiError(400, f"unknown field {shorten(name)}", code="unknown_parameter")
     try:
         request = kind.model_validate(body)
     except ValidationError as error:

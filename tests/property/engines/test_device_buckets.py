@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import CacheDims, DrafterDims, TargetDims
+from dspark_trt.contract.cache_dims import CacheDims
+from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
-from dspark_trt.engines.device.buckets import LARGEST_POWER, bucket, prefill_runs, query_bucket
+from dspark_trt.engines.device.buckets import LARGEST_POWER, bucket, chunk_runs, query_bucket
 from dspark_trt.engines.device.calls import TargetCall, check_batch, num_decode_tokens, target_calls
 from dspark_trt.engines.tensorrt.compiler.profiles import PREFILL_STEP, graph_profiles, prefill_corners
 from dspark_trt.errors import CapacityError
@@ -182,12 +183,12 @@ def test_calls_ask_for_the_logits_of_the_batch_in_order(step: Step) -> None:
 @given(st.lists(st.integers(1, 64), max_size=12))
 def test_padded_chunks_share_a_call_while_their_padding_fits(lengths: list[int]) -> None:
     query = np.array(lengths, np.int64)
-    runs = prefill_runs(query, 64)
+    runs = chunk_runs(query, 64)
     assert [at for begin, end in runs for at in range(begin, end)] == list(range(len(query)))
     assert all((end - begin) * query[begin:end].max() <= 64 for begin, end in runs)
     for (begin, end), _ in pairwise(runs):
         assert (end + 1 - begin) * query[begin : end + 1].max() > 64, "the next chunk would have fitted"
-    assert prefill_runs(query) == ([(0, len(query))] if lengths else [])
+    assert chunk_runs(query) == ([(0, len(query))] if lengths else [])
 
 
 def test_a_row_that_would_verify_more_than_a_block_is_refused() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from dspark_trt.calibration.prompts import Prompt
 from dspark_trt.calibration.record import Recording
-from dspark_trt.calibration.run import _split, calibrate, record_blocks
+from dspark_trt.calibration.run import _split, calibrate, record_blocks, record_texts
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.runtime.loop import DecodingLoop, OnVerified
 from tests.support.toy_engines import LIMITS, ToyDrafter, ToyLanguage, ToyTarget, make_loop
@@ -110,3 +110,16 @@ def test_the_budget_ends_a_recording() -> None:
     recorder = record_blocks(loops, encode, PROMPTS, budget_s=0.0, max_seq_len=64)
     assert not recorder.rows
     assert loops.loop.num_queued
+    assert recorder.unfinished == set(range(len(PROMPTS)))
+
+
+def test_shares_of_several_machines_are_what_one_records() -> None:
+    settings = {"budget_s": 60.0, "max_tokens": 20, "num_samples": 2, "max_seq_len": 64}
+    whole = record_blocks(Loops(), encode, PROMPTS[:8], temperatures=(0.0, 1.0), **settings)
+    parts = []
+    for share in (range(0, 8, 2), range(1, 8, 2)):
+        texts = {index: PROMPTS[index].prompt for index in share}
+        parts.append(record_texts(Loops(), encode, texts, num_prompts=8, temperatures=(0.0, 1.0), **settings))
+    assert not any(part.unfinished for part in parts)
+    found = sorted(answer.token_ids for part in parts for answer in part.answers)
+    assert found == sorted(answer.token_ids for answer in whole.answers)

@@ -144,6 +144,8 @@ def test_import_keeps_what_the_build_measured_of_its_drafts(calibrated: Calibrat
         (["--prompts", "no_such_file"], "prompts no_such_file cannot be read"),
         (["--import", "no_such_file"], "--import: no_such_file cannot be read"),
         (["--import", "x", "--seconds", "5"], "goes without --prompts"),
+        (["--import", "x", "--ray", "auto"], "goes without --prompts"),
+        (["--records", "x"], "--records: expected with --ray only"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_and_the_build_stays(

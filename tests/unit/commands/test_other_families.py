@@ -10,7 +10,7 @@ import pytest
 
 from dspark_trt.building.plan import make_plan
 from dspark_trt.building.recipe import BuildRecipe
-from dspark_trt.errors import PairingError, RecipeError
+from dspark_trt.errors import PairingError
 from tests.support.factories import write_target
 from tests.support.medusa_forms import random_heads, write_medusa
 from tests.unit.commands.test_eagle3 import CHOSEN, LIMITS, run, run_json
@@ -59,12 +59,19 @@ def test_a_build_is_shown_generates_the_text_of_plain_decoding_and_passes_verify
     assert sum(mode["num_drafts_verified"] for mode in found["modes"]) > 0
 
 
-def test_what_a_family_cannot_do_is_refused_before_the_build(target: Path, tmp_path: Path) -> None:
-    on_device = {"backend": "tensorrt_rtx", "compute_capabilities": [89]}
-    for family, name in (("model", "a draft language model"), ("medusa", "a Medusa drafter")):
+def test_a_build_for_a_gpu_is_planned_with_the_kv_memory_of_the_drafter(target: Path, tmp_path: Path) -> None:
+    """Medusa has none."""
+    kv_bytes = {}
+    for family in ("model", "medusa"):
         drafter = write_drafter(tmp_path / family, target, family)
-        with pytest.raises(RecipeError, match=rf"backend: {name} is not compiled by tensorrt_rtx yet"):
-            make_plan(BuildRecipe(target=str(target), drafter=str(drafter), **on_device), tmp_path / "out")
+        recipe = BuildRecipe(
+            target=str(target), drafter=str(drafter), backend="tensorrt_rtx", compute_capabilities=(89,)
+        )
+        plan = make_plan(recipe, tmp_path / "out")
+        kv_bytes[family] = plan.kv_bytes
+    positions = recipe.max_requests * (plan.max_seq_len + recipe.max_batch_tokens)
+    of_position = 2 * SMALL["layers"] * SMALL["kv_heads"] * SMALL["head_dim"]
+    assert kv_bytes["model"] - kv_bytes["medusa"] == positions * of_position * 2  # bytes
 
 
 def test_a_model_of_other_tokens_is_refused_before_the_build(target: Path, tmp_path: Path) -> None:

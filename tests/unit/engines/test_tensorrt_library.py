@@ -10,7 +10,8 @@ import pytest
 from dspark_trt_plugins.bundle import kernel_sm
 
 from dspark_trt.contract import bindings
-from dspark_trt.contract.dims import CacheDims, DrafterDims, TargetDims
+from dspark_trt.contract.cache_dims import CacheDims
+from dspark_trt.contract.dims import DrafterDims, TargetDims
 from dspark_trt.contract.page_plan import page_bytes
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.engines.tensorrt.compiler import targets as tensorrt_targets

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention, drafter_dims_from_metadata, target_dims_from_metadata
+from dspark_trt.contract.draft_bindings import draft_inputs, draft_outputs
 from dspark_trt.contract.precision import Precision
 from dspark_trt.errors import ExportError
 from dspark_trt.graphs.drafter import write_drafter_graphs
@@ -87,7 +88,7 @@ def test_dims_and_bindings_have_the_element_type(
     readers: dict[str, Any] = {
         bindings.TARGET_GRAPH: (target_dims_from_metadata, bindings.target_inputs, bindings.target_outputs),
         bindings.INGEST_GRAPH: (drafter_dims_from_metadata, bindings.ingest_inputs, bindings.ingest_outputs),
-        bindings.DRAFT_GRAPH: (drafter_dims_from_metadata, bindings.draft_inputs, bindings.draft_outputs),
+        bindings.DRAFT_GRAPH: (drafter_dims_from_metadata, draft_inputs, draft_outputs),
     }
     for name, (read, inputs, outputs) in readers.items():
         model = onnx.load(graphs / name, load_external_data=False)

@@ -15,6 +15,7 @@ import pytest
 from dspark_trt.checkpoints.target import read_target
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import Attention
+from dspark_trt.contract.drafter_form import DrafterForm
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
 from dspark_trt.engines.onnxruntime.engines import OnnxRuntimeTargetEngine
@@ -154,7 +155,10 @@ def test_sharing_needs_a_target_graph_of_the_same_precision(float32_target: Path
     target, drafter = read_pair(float32_target, write_drafter(tmp_path / "drafter", float32_target))
     write(float32_target, tmp_path / "graphs")
     with pytest.raises(ExportError, match=r"lm_head\.weight\.int8"):
-        write_drafter_graphs(target, drafter, tmp_path / "graphs", limits=LIMITS, precision="int8")
+        write_drafter_graphs(target, drafter, tmp_path / "graphs", limits=LIMITS, precision="int4")
+    form = DrafterForm("int8")
+    with pytest.raises(ExportError, match=r"lm_head\.weight\.rows"):
+        write_drafter_graphs(target, drafter, tmp_path / "graphs", limits=LIMITS, precision="int8", form=form)
 
 
 @pytest.mark.parametrize(

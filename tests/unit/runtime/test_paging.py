@@ -11,7 +11,7 @@ from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.scheduler import SchedulerConfig
 from dspark_trt.errors import CapacityError
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
-from tests.support.toy_engines import ToyLanguage, collect, run
+from tests.support.toy_engines import ToyDrafter, ToyLanguage, collect, run
 from tests.support.toy_pages import PAGE_POSITIONS, PagedTarget, paged_loop
 
 LANGUAGE = ToyLanguage(vocab_size=16, order=3, num_patterns=499)
@@ -129,6 +129,36 @@ def test_prompts_that_begin_alike_are_read_once_and_share_their_pages() -> None:
     )
     assert run(loop, [other_salt])["salted"].token_ids == expected["0"]
     assert loop.totals.num_prompt_tokens_reused == 4 * 5 * PAGE_POSITIONS, "another tenant's pages are not found"
+
+
+@pytest.mark.parametrize("num_pages", [WIDTH + 3, AMPLE])
+def test_pages_are_not_shared_where_the_drafter_keeps_its_context_in_rows_of_its_own(num_pages: int) -> None:
+    """Their positions would be missing there. Rows that move take their context with them all the same, and requests
+    without drafter share."""
+    beginning = tuple(np.random.default_rng(3).integers(0, 16, 3 * PAGE_POSITIONS + 2).tolist())
+    alike = [
+        GenerationRequest(
+            request_id=str(index),
+            prompt_ids=(*beginning, index, index),
+            sampling=SamplingParams(max_tokens=8 + 4 * index, ignore_eos=True),
+        )
+        for index in range(4)
+    ]
+    plain = paged_loop(LANGUAGE, LIMITS, MODES["off"], num_pages=AMPLE)
+    expected = {name: output.token_ids for name, output in run(plain, alike).items()}
+    loop = paged_loop(LANGUAGE, LIMITS, MODES["fixed"], num_pages=num_pages, prefix_cache=True, holds_context=False)
+    assert {name: output.token_ids for name, output in run(loop, alike).items()} == expected
+    assert loop.totals.num_prompt_tokens_reused == 0
+    assert loop.totals.num_drafts_accepted > 0
+    drafter = loop._engines.drafter
+    assert isinstance(drafter, ToyDrafter)
+    assert ("move_row" in drafter.num_calls) == (num_pages == AMPLE)
+    assert (loop.totals.num_preempted > 0) == (num_pages < AMPLE)
+    alone = paged_loop(
+        LANGUAGE, LIMITS, MODES["off"], num_pages=AMPLE, prefix_cache=True, has_drafter=False, holds_context=False
+    )
+    run(alone, alike)
+    assert alone.totals.num_prompt_tokens_reused > 0
 
 
 def test_a_page_is_not_shared_where_the_token_behind_it_differs() -> None:

@@ -34,12 +34,14 @@ import json, os, signal, subprocess, sys, time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
-options = dict(argument[2:].split("=", 1) for argument in sys.argv[1:] if not argument.startswith("--backend-config"))
+options = dict(argument[2:].partition("=")[::2] for argument in sys.argv[1:] if "backend-config" not in argument)
 (prefix,) = [argument.rsplit("=", 1)[1] for argument in sys.argv if "shm-region-prefix-name" in argument]
 repository, behaviour = Path(options["model-repository"]), {behaviour!r}
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as tritonserver has one of its own, in the background too
 Path("/dev/shm", prefix + "region").write_text("")
 stub = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
-child = subprocess.Popen([sys.executable, "-c", stub])
+arguments = ["triton_python_backend_stub", str(repository / "dspark" / "1" / "model.py")]
+child = subprocess.Popen([sys.executable, "-c", stub, *arguments])
 Path({state!r}).write_text(json.dumps(dict(
     child=child.pid, prefix=prefix, repository=str(repository), environment=dict(os.environ),
     folder=os.getcwd(), scheduler=(repository / "dspark" / "config.pbtxt").read_text())))
@@ -64,6 +66,11 @@ class Handler(BaseHTTPRequestHandler):
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background inherits that it is ignored
 if behaviour == "never ready":
+    time.sleep(600)
+if behaviour == "loses a model while it starts":
+    time.sleep(1)
+    child.kill()
+    child.wait()
     time.sleep(600)
 if behaviour == "dies later":
     import threading
@@ -157,6 +164,11 @@ def test_another_scheduler_is_served_from_an_overlay_that_goes_away(
         ("dies", 20.0, r"ended by itself(?s:.)*model.py: the reason\nerror: creating server"),
         ("broken", 20.0, r"ready but does not answer: engine is broken(?s:.)*model.py: the reason"),
         ("never ready", 1.0, r"is not ready after 1 s(?s:.)*model.py: the reason"),
+        (
+            "loses a model while it starts",
+            60.0,
+            r"does not start: a process of its model dspark ended while",
+        ),
     ],
 )
 def test_server_that_does_not_come_up_shows_its_log_and_leaves_nothing(
@@ -190,7 +202,7 @@ def test_metrics_are_for_this_machine_unless_their_own_address_says_otherwise(
     options: ServeOptions, bound: list[str]
 ) -> None:
     """S19: counts of a server's users were where its clients are."""
-    arguments = dict(line.split("=", 1) for line in server_arguments(options, "key", "prefix"))
+    arguments = dict(line.partition("=")[::2] for line in server_arguments(options, "key", "prefix"))
     assert [arguments[f"--{service}-address"] for service in ("http", "grpc", "metrics")] == bound
 
 
@@ -206,7 +218,12 @@ serve(Path(sys.argv[1]), ServeOptions(0, 0, 0), on_ready=lambda server: print(se
 
 @pytest.mark.parametrize(
     ("behaviour", "number", "num_signals"),
-    [("works", signal.SIGINT, 1), ("works", signal.SIGTERM, 1), ("stops late", signal.SIGINT, 3)],
+    [
+        ("works", signal.SIGINT, 1),
+        ("works", signal.SIGTERM, 1),
+        ("works", signal.SIGHUP, 1),
+        ("stops late", signal.SIGINT, 3),
+    ],
 )
 def test_serve_ends_cleanly_on_a_signal_and_on_impatient_ones(
     build_dir: Path, state_file: Path, put_on_path: Any, behaviour: str, number: signal.Signals, num_signals: int

@@ -19,7 +19,7 @@ from dspark_trt.engines.tensorrt.compiler.facts import ENGINE_SUFFIX, EngineFact
 from dspark_trt.engines.tensorrt.compiler.graphs import OpenedGraphs, compile_kernels, metadata_of, open_graphs
 from dspark_trt.engines.tensorrt.compiler.memory import check_memory, listed, memory_plan, weight_bytes
 from dspark_trt.engines.tensorrt.compiler.network import check_layers, check_warnings, count_layers, parse_graph
-from dspark_trt.engines.tensorrt.compiler.profiles import Profile, graph_inputs, graph_profiles
+from dspark_trt.engines.tensorrt.compiler.profiles import Profile, graph_inputs
 from dspark_trt.engines.tensorrt.compiler.progress import BuildMonitor
 from dspark_trt.engines.tensorrt.compiler.scratch import check_elements, scratch_bytes
 from dspark_trt.engines.tensorrt.compiler.targets import compile_targets
@@ -99,7 +99,7 @@ def _check_and_plan_scratch(opened: OpenedGraphs) -> int:
     for graph, model in opened.models.items():
         dims = opened.target if graph == bindings.TARGET_GRAPH else opened.drafter
         inputs = graph_inputs(graph, opened.target, opened.drafter)
-        for profile in graph_profiles(graph, opened.target, opened.drafter):
+        for profile in opened.profiles(graph):
             check_elements(graph, inputs, model, dims, profile)
             sizes.append(scratch_bytes(model, dims, profile))
     return max(sizes)
@@ -147,7 +147,7 @@ class GraphCompiler:
             model = inline_local_functions(model)
         network, warnings = parse_graph(trt, self._builder, model, opened.folder / graph, self.log)
         check_layers(network, model, graph, use_plugins=settings.use_plugins)
-        profiles = graph_profiles(graph, opened.target, opened.drafter)
+        profiles = opened.profiles(graph)
         config = self.configuration(profiles, graph_inputs(graph, opened.target, opened.drafter))
         monitor = BuildMonitor(trt, progress)
         config.progress_monitor = monitor.monitor

@@ -19,7 +19,7 @@ from dspark_trt.contract.dims import (
     drafter_dims_from_metadata,
     target_dims_from_metadata,
 )
-from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS
+from dspark_trt.engines.tensorrt.compiler.profiles import GRAPHS, MODEL_GRAPHS, Profile, graph_profiles
 from dspark_trt.errors import EngineBuildError, EnvironmentMissingError
 from dspark_trt.log import get_logger
 from dspark_trt.machine.packages import TRITON_FIX
@@ -36,22 +36,25 @@ class OpenedGraphs:
     target: TargetDims
     drafter: DrafterDims
 
+    def profiles(self, graph: str) -> tuple[Profile, ...]:
+        """That a graph is compiled with."""
+        return graph_profiles(graph, self.target, self.drafter)
+
 
 def open_graphs(folder: Path) -> OpenedGraphs:
     """Raises EngineBuildError when a graph is missing, not one of ours, or not made for TensorRT."""
     models = {}
-    for graph in GRAPHS:
+    is_model = (folder / bindings.MODEL_GRAPH).is_file()
+    for graph in MODEL_GRAPHS if is_model else GRAPHS:
         path = folder / graph
         if not path.is_file():
             raise EngineBuildError(f"{path} does not exist; run `dspark-trt build` again")
         models[graph] = onnx.load(path, load_external_data=False)
     metadata = {graph: metadata_of(model) for graph, model in models.items()}
     target = target_dims_from_metadata(metadata[bindings.TARGET_GRAPH], str(folder / bindings.TARGET_GRAPH))
-    drafter = drafter_dims_from_metadata(metadata[bindings.DRAFT_GRAPH], str(folder / bindings.DRAFT_GRAPH))
-    for graph, dims, expected in (
-        (bindings.TARGET_GRAPH, target, {"paged"}),
-        (bindings.DRAFT_GRAPH, drafter, PORTABLE),
-    ):
+    drafting = bindings.MODEL_GRAPH if is_model else bindings.DRAFT_GRAPH
+    drafter = drafter_dims_from_metadata(metadata[drafting], str(folder / drafting))
+    for graph, dims, expected in ((bindings.TARGET_GRAPH, target, {"paged"}), (drafting, drafter, PORTABLE)):
         if dims.attention not in expected or dims.element_type == "float32":
             raise EngineBuildError(
                 f"{folder / graph}: expected {' or '.join(sorted(expected))} attention in bf16 or fp16, which is what "

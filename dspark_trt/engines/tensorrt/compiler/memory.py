@@ -9,6 +9,7 @@ import onnx
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.draft_bindings import drafts
 from dspark_trt.contract.page_plan import PagePlan, plan_pages
 from dspark_trt.engines.tensorrt.compiler.scratch import ELEMENT_BYTES
 from dspark_trt.engines.tensorrt.library import LIBRARIES, Library
@@ -34,11 +35,16 @@ def weight_bytes(model: onnx.ModelProto) -> int:
 def output_bytes(target: TargetDims, drafter: DrafterDims) -> int:
     """Bytes of the largest outputs: logits, taps and draft logits."""
     sizes = {"L": target.limits.max_batch_tokens, "T": target.limits.max_batch_tokens, "R": drafter.limits.max_requests}
+    outputs = [*bindings.target_outputs(target), *drafts(drafter, drafter.gamma)]
+    if drafter.is_in_turn:
+        outputs += drafts(drafter, 1)  # of the slot that is drafted
+    # of rows, and of the requests of a call going in and out
+    outputs.append(bindings.Binding("row states", drafter.row_state_type, ("R", 3 * drafter.row_state_width)))
     return sum(
         math.prod(sizes[size] if isinstance(size, str) else size for size in output.shape)
         * ELEMENT_BYTES[output.element_type]
-        for output in (*bindings.target_outputs(target), *bindings.draft_outputs(drafter))
-        if "_cache." not in output.name
+        for output in outputs
+        if not bindings.is_cache(output.name)
     )
 
 

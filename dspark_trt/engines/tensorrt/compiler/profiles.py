@@ -18,12 +18,15 @@ from dspark_trt_plugins.operation import next_power_of_2
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims, TargetDims
+from dspark_trt.contract.draft_bindings import draft_inputs
+from dspark_trt.contract.model_bindings import model_inputs
 from dspark_trt.contract.page_plan import most_pages
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.contract.select_bindings import select_inputs
 from dspark_trt.errors import EngineBuildError
 
 GRAPHS = (bindings.TARGET_GRAPH, bindings.INGEST_GRAPH, bindings.DRAFT_GRAPH, bindings.SELECT_GRAPH)
+MODEL_GRAPHS = (bindings.TARGET_GRAPH, bindings.MODEL_GRAPH, bindings.SELECT_GRAPH)  # where a language model drafts
 Shape = tuple[int, ...]
 ShapeRange = tuple[Shape, Shape]  # smallest and largest
 PREFILL_STEP = 8  # how many times more rows the next profile of prompt chunks has
@@ -59,19 +62,18 @@ class Profile:
 
 
 def graph_inputs(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[bindings.Binding, ...]:
-    """The input bindings of one of GRAPHS."""
-    if graph == bindings.TARGET_GRAPH:
-        return bindings.target_inputs(target)
+    """The input bindings of one of GRAPHS or MODEL_GRAPHS."""
     drafter_inputs = {
         bindings.INGEST_GRAPH: bindings.ingest_inputs,
-        bindings.DRAFT_GRAPH: bindings.draft_inputs,
+        bindings.DRAFT_GRAPH: draft_inputs,
+        bindings.MODEL_GRAPH: model_inputs,
         bindings.SELECT_GRAPH: select_inputs,
     }
-    return drafter_inputs[graph](drafter)
+    return bindings.target_inputs(target) if graph == bindings.TARGET_GRAPH else drafter_inputs[graph](drafter)
 
 
 def graph_profiles(graph: str, target: TargetDims, drafter: DrafterDims) -> tuple[Profile, ...]:
-    """The profiles of one of GRAPHS, the tightest first, those of prompt chunks last and by rising rows.
+    """The profiles of a graph, the tightest first, those of prompt chunks last and by rising rows.
 
     The runtime pads within the limits (device/buckets): tokens never exceed max_batch_tokens, nor requests and rows
     max_requests.
@@ -81,6 +83,7 @@ def graph_profiles(graph: str, target: TargetDims, drafter: DrafterDims) -> tupl
         bindings.TARGET_GRAPH: lambda: _target(limits, gamma, pads_chunks=target.pads_chunks),
         bindings.INGEST_GRAPH: lambda: _ingest(limits, gamma, pads_chunks=not drafter.cache.page_positions),
         bindings.DRAFT_GRAPH: lambda: _draft(limits, gamma),
+        bindings.MODEL_GRAPH: lambda: _model(limits, gamma, drafter.num_masks),
         bindings.SELECT_GRAPH: lambda: _select(limits, gamma),
     }[graph]()
     pages = {} if graph == bindings.SELECT_GRAPH else {"P": _pages(target, drafter)}
@@ -187,6 +190,27 @@ def _ingest(limits: EngineLimits, gamma: int, *, pads_chunks: bool) -> tuple[Pro
 
 def _draft(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
     return (Profile("draft", {"R": _rows(limits), f"B_{bindings.CONTEXT}": _rows(limits)}),)
+
+
+def _model(limits: EngineLimits, gamma: int, num_masks: int) -> tuple[Profile, ...]:
+    """A draft behind another one; the first pass of a block, which reads what was committed, or that alone; prompts."""
+    rows, one = _rows(limits), _exactly(1)
+    group = f"B_{bindings.CONTEXT}", f"S_{bindings.CONTEXT}"
+    longest, drafted = gamma + 2 + num_masks, 1 + num_masks
+    block = {
+        "T": _up_to(limits.max_requests * longest, rows.usual * (drafted + 1)),
+        "L": _up_to(limits.max_requests * drafted, rows.usual * drafted),
+        group[0]: rows,
+        group[1]: ExtentRange(1, longest, longest),
+    }
+    return (
+        *(() if num_masks else (Profile("slot", {"T": rows, "L": rows, group[0]: rows, group[1]: one}),)),
+        Profile("block", block),
+        *(
+            Profile(name, {"T": _chunk(limits), "L": one, group[0]: chunk[0], group[1]: chunk[1]})
+            for name, chunk in _prefill(limits, pads_chunks=True)
+        ),
+    )
 
 
 def _select(limits: EngineLimits, gamma: int) -> tuple[Profile, ...]:
