@@ -14,6 +14,8 @@ from dspark_trt.runtime.loop import DecodingLoop
 from dspark_trt.runtime.metrics import RequestStatistics, StepRecord
 from dspark_trt.runtime.request import GenerationRequest, SamplingParams
 
+GOLDEN_RATIO = 0.6180339887  # its multiples, without the whole part, lie evenly and never repeat
+
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
@@ -36,9 +38,13 @@ class Load:
     num_windows: int = 0  # parts of the run, by the tokens that were given, to be told apart
 
     def requests(self) -> Iterator[tuple[BenchPrompt, int]]:
-        """Prompts and their numbers of tokens, without end. The numbers differ, so that requests do not end as one."""
+        """Prompts and their numbers of tokens, without end: 3/4 to 5/4 of `max_tokens`.
+
+        The numbers differ from request to request: where many end in one step, the prompts of the next are read
+        together, which no traffic does, and which a mode that keeps requests in step would get for nothing.
+        """
         for index, prompt in enumerate(cycle(self.prompts)):
-            yield prompt, max(2, self.max_tokens * (6 + index % 5) // 8)
+            yield prompt, max(2, round(self.max_tokens * (0.75 + 0.5 * (index * GOLDEN_RATIO % 1.0))))
 
 
 @dataclass(frozen=True, slots=True)

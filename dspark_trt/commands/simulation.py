@@ -156,7 +156,7 @@ class _Deciders:
                 is_greedy=np.ones(len(drafting), dtype=np.bool_),
             )
             drafted = confidence[drafting, : choice.num_slots]
-            verify_lens[drafting] = self._scheduler.choose(drafted, offer)
+            verify_lens[drafting] = self._scheduler.choose(drafted, offer, self._choice.num_planned)
             self._scheduler.record(survival_of(drafted), offer)
         num_drafts = int(verify_lens.sum())
         plain = self._prices.plain(count, self._context_tokens, num_drafts, num_drafts)

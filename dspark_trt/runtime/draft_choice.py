@@ -33,6 +33,7 @@ class DraftChoice:
     is_explored: NDArray[np.bool_]  # [R] drafts in order to learn: verified at its cap
     is_looking_up: NDArray[np.bool_]  # [R] its drafts are those of its lookup; the drafter makes none for it
     tokens_per_ms: float = 0.0  # expected of the step; 0: nobody drafts
+    num_planned: int = 0  # drafts that are admitted whatever is seen of them; 0: admission stops early
 
     @classmethod
     def nobody(cls, num_requests: int) -> DraftChoice:

@@ -32,6 +32,7 @@ LEAST_LOSS_SHARE = 0.1  # of what a look costs counts as lost, however good it p
 NUM_EXPLORED_SLOTS = 2
 MAX_STEPS_BETWEEN_CHOICES = 4  # the same requests need no new choice for so many steps
 MAX_IDLE_STEPS = 16  # nor where nobody drafts: there is little news then
+STAIR_GAIN = 0.01  # by so much more than early stopping reaches, a planned number of drafts is verified
 POSITIONS_OF_A_STEP = 2  # that enter a context in each step of a request that drafts, about
 STEPS_SERVED = 32  # by bringing a context up that has waited
 _NO_LOOKUPS = np.empty((0, 0))
@@ -137,6 +138,7 @@ class DraftPolicy:
         threshold = plain * (1.0 + (KEPT_GAIN if was_drafting else MIN_GAIN))
         # what is expected is compared by what it has been worth so far
         best, best_slots, best_count = threshold / self.realised.factor(num_requests), 0, 0
+        best_planned = 0
         last, num_falls = 0.0, 0
         for count in _halved(len(order)):
             chosen = order[:count]
@@ -152,9 +154,9 @@ class DraftPolicy:
                 tokens = num_requests + np.cumsum(values)[NUM_QUANTILES - 1 :: NUM_QUANTILES] / NUM_QUANTILES
                 tokens = tokens[: len(steps_ms) - 1]
                 cost = steps_ms[: len(tokens) + 1] + (self._prices.draft(count, num_slots, context, pending) + host)
-                throughput = self._reached(np.concatenate(([num_requests], tokens)) / cost)
+                throughput, num_planned = self._reached(np.concatenate(([num_requests], tokens)) / cost)
                 if throughput > best:
-                    best, best_slots, best_count = throughput, num_slots, count
+                    best, best_slots, best_count, best_planned = throughput, num_slots, count, num_planned
                 of_count = max(of_count, throughput)
                 if throughput < before:  # further slots survive even less
                     break
@@ -168,14 +170,22 @@ class DraftPolicy:
         is_drafting = np.zeros(num_requests, dtype=np.bool_)
         is_drafting[order[:best_count]] = True
         none = np.zeros(num_requests, dtype=np.bool_)
-        return DraftChoice(best_slots, is_drafting, none, none, best)
+        return DraftChoice(best_slots, is_drafting, none, none, best, best_planned)
 
-    def _reached(self, throughput: NDArray[np.float64]) -> float:
-        """What the scheduler gets of the throughputs with 0, 1, 2, ... drafts: it may stop at the first that falls."""
+    def _reached(self, throughput: NDArray[np.float64]) -> tuple[float, int]:
+        """What the scheduler gets of the throughputs with 0, 1, 2, ... drafts, and how many are planned for that.
+
+        Early stopping ends at the first that falls, which may be a stair of the prices. Where more lies behind it, so
+        many drafts are planned: a number from the past, as that of `lagged_budget`.
+        """
+        most = int(throughput.argmax())
         if not self._stops_early:
-            return float(throughput.max())
+            return float(throughput[most]), 0
         falls = np.flatnonzero(throughput[1:] <= throughput[:-1])
-        return float(throughput[falls[0]] if len(falls) else throughput[-1])
+        stop = int(falls[0]) if len(falls) else len(throughput) - 1
+        if throughput[most] > throughput[stop] * (1.0 + STAIR_GAIN):
+            return float(throughput[most]), most
+        return float(throughput[stop]), 0
 
     def _explore(self, step: Decoding, choice: DraftChoice, *, may_explore: NDArray[np.bool_]) -> DraftChoice:
         """Add the request whose drafts were seen longest ago, when enough time has been saved up for it."""
@@ -208,7 +218,7 @@ class DraftPolicy:
         self._credit_ms -= loss
         is_drafting, is_explored = choice.is_drafting.copy(), choice.is_explored.copy()
         is_drafting[explored] = is_explored[explored] = True
-        return DraftChoice(num_slots, is_drafting, is_explored, choice.is_looking_up)
+        return DraftChoice(num_slots, is_drafting, is_explored, choice.is_looking_up, num_planned=choice.num_planned)
 
 
 def _priced_pending(num_pending: Ints) -> int:

@@ -144,8 +144,12 @@ class PrefixScheduler:
         """P(draft j accepted given those before), calibrated and corrected, [R, n] (eq. 7)."""
         return self._calibration.confidence(block.confidence_logits, is_greedy, self._acceptance.shifts)
 
-    def choose(self, confidence: Floats, offer: Offer) -> Ints:
-        """verify_len [R] of the requests that have drafts. confidence [R, n]."""
+    def choose(self, confidence: Floats, offer: Offer, num_planned: int = 0) -> Ints:
+        """verify_len [R] of the requests that have drafts. confidence [R, n].
+
+        num_planned: drafts that `early_stop` admits, besides the forced ones, in place of stopping early: a number that
+        was fixed before anything was drafted. 0: it stops early.
+        """
         if self.config.mode in ("off", "fixed"):
             return offer.caps.copy()
         if self.config.mode == "threshold":
@@ -157,6 +161,8 @@ class PrefixScheduler:
         requests, values = admission_order(fresh, offer.free_caps)
         if self.config.mode == "lagged_budget":
             num_admitted = self.budget(offer)
+        elif num_planned:
+            num_admitted = num_planned
         elif offer.num_drafting:
             num_admitted = early_stop_count(values, *offer.price(fresh))
         else:  # nothing is fresh: what is known of lookups was known before

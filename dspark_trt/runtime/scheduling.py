@@ -166,7 +166,8 @@ class Scheduling:
             confidence = np.zeros((plan.num_drafting, num_slots))
             confidence[:, : block.confidence_logits.shape[1]] = self._confidence
             confidence = np.concatenate((confidence, looked_up[:, :num_slots]))
-        verify_lens[: plan.num_offering] = self.prefixes.choose(confidence, offer)
+        num_planned = self._choice.num_planned if self._choice is not None else 0
+        verify_lens[: plan.num_offering] = self.prefixes.choose(confidence, offer, num_planned)
         if self.config.is_adaptive and plan.num_drafting:
             self.prefixes.record(survival_of(self._confidence), offer)
         return verify_lens

@@ -28,10 +28,10 @@ class LogitScheduler:
             expected_survival=expected,
         )
 
-    def choose(self, logits: np.ndarray, offer: Offer) -> np.ndarray:
+    def choose(self, logits: np.ndarray, offer: Offer, num_planned: int = 0) -> np.ndarray:
         """One step."""
         self.prefixes.advance()
         confidence = self.calibration.confidence(logits, offer.is_greedy)
-        verify_lens = self.prefixes.choose(confidence, offer)
+        verify_lens = self.prefixes.choose(confidence, offer, num_planned)
         self.prefixes.record(survival_of(confidence), offer)
         return verify_lens

@@ -24,13 +24,16 @@ pytestmark = pytest.mark.triton
 
 PROMPT = "the quick brown fox"
 LONG = 8000  # tokens: some ten seconds of work
-BACK_WITHIN_S = 20.0
+LOADED = 4  # a busy machine may take so many times what a quiet one does
+BACK_WITHIN_S = 20.0 * LOADED
+ENDED_WITHIN_S = 10.0 * LOADED
+ANSWER_WITHIN_S = 5.0 * LOADED
 
 
 OPTIONS = {
     "drain_s": 2.0,
     "probe_interval_s": 0.5,
-    "probe_timeout_s": 4.0,
+    "probe_timeout_s": 8.0,
     "restarts": {"max_restarts": 20, "max_pause_s": 0.5},
 }
 
@@ -131,13 +134,13 @@ def test_killed_engine_process_ends_streams_with_an_error_and_service_is_back(ru
         os.kill(running.stubs("dspark")[0], signal.SIGKILL)
         killed_at = time.monotonic()
         assert str(over_grpc.read_error())
-        over_http.wait(10)
-        assert time.monotonic() - killed_at < 10
+        over_http.wait(ENDED_WITHIN_S)
+        assert time.monotonic() - killed_at < ENDED_WITHIN_S
     assert all(event.get("finish_reason", "") == "" for event in over_http.events), (
         "no stream ends as if it were complete"
     )
     assert "the server failed" in await_restart(running)
-    answers_within(running.http_url, 5)
+    answers_within(running.http_url, ANSWER_WITHIN_S)
     assert time.monotonic() - killed_at < BACK_WITHIN_S
     assert len(before & set(running.processes())) == 1, "of the first server nothing is left; the watchdog is the same"
     assert len(running.shared_memory()) == 4, "one region for each model process"
@@ -147,7 +150,7 @@ def test_killed_engine_process_ends_streams_with_an_error_and_service_is_back(ru
 def test_every_process_of_a_server_is_replaced(running: Served, which: str) -> None:
     os.kill(main_process(running) if which == "the server" else running.stubs(which)[0], signal.SIGKILL)
     assert "ended" in await_restart(running)
-    answers_within(running.http_url, 5)
+    answers_within(running.http_url, ANSWER_WITHIN_S)
     assert metrics(running.metrics_url)['dspark_steps_total{model="dspark"}'] > 0
 
 
@@ -157,8 +160,8 @@ def test_engine_process_that_hangs_is_found_by_the_probe(running: Served) -> Non
     os.kill(running.stubs("dspark")[0], signal.SIGSTOP)
     assert is_ready(running.http_url)
     assert "it answered no probe" in await_restart(running)
-    client.wait(10)
-    answers_within(running.http_url, 5)
+    client.wait(ENDED_WITHIN_S)
+    answers_within(running.http_url, ANSWER_WITHIN_S)
 
 
 def test_nothing_outlives_serve_that_is_killed(ending: Served) -> None:
@@ -183,12 +186,12 @@ def test_second_signal_stops_at_once(ending: Served) -> None:
 
 def test_stop_refuses_new_work_lets_short_streams_end_and_ends_long_ones_with_an_error(running: Served) -> None:
     """The last test of this server."""
-    short, long = EventStream(running.http_url, 300), EventStream(running.http_url, LONG)
+    short, long = EventStream(running.http_url, 100), EventStream(running.http_url, LONG)
     running.process.send_signal(signal.SIGTERM)
     assert running.read_event().startswith("stopping: running requests have 2 s")
     await_refusal_of_connections(running.http_url)
-    short.wait(15)
-    long.wait(15)
+    short.wait(ENDED_WITHIN_S)
+    long.wait(ENDED_WITHIN_S)
     assert short.events[-1].get("finish_reason") == "length", short.events[-1]
     assert "the server is stopping" in long.events[-1].get("error", ""), long.events[-1]
     assert running.process.wait(15) == 0

@@ -28,6 +28,7 @@ def steps(draw: Any) -> dict[str, Any]:
         "caps": np.array(caps),
         "is_forced": np.array([draw(st.booleans()) for _ in range(num_requests)]),
         "step_ms": 10.0 + np.cumsum(stairs),
+        "num_planned": draw(st.integers(0, num_requests * GAMMA)),
         "past": [
             np.array([[draw(LOGITS) for _ in range(GAMMA)] for _ in range(num_requests)], dtype=np.float32)
             for _ in range(2)
@@ -49,7 +50,7 @@ def verify_lens(config: SchedulerConfig, step: dict[str, Any], logits: np.ndarra
         is_greedy=np.zeros(len(rows), bool),
     )
     for past in [*step["past"], logits]:
-        chosen = scheduler.choose(past, offer)
+        chosen = scheduler.choose(past, offer, step["num_planned"])
     return chosen
 
 
@@ -84,3 +85,12 @@ def test_the_lagged_budget_does_not_depend_on_fresh_confidences(step: dict[str, 
     config = SchedulerConfig("lagged_budget")
     fresh = np.array([[data.draw(LOGITS) for _ in range(GAMMA)] for _ in step["caps"]], dtype=np.float32)
     assert verify_lens(config, step, step["logits"]).sum() == verify_lens(config, step, fresh).sum()
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(step=steps())
+def test_a_planned_number_of_drafts_is_admitted_where_there_are_so_many(step: dict[str, Any]) -> None:
+    chosen = verify_lens(SchedulerConfig("early_stop"), step, step["logits"])
+    if step["num_planned"]:
+        free = ~step["is_forced"]
+        assert chosen[free].sum() == min(step["num_planned"], step["caps"][free].sum())

@@ -76,6 +76,19 @@ def test_a_drafter_that_turns_out_bad_is_left_alone_within_a_few_steps() -> None
     assert [choice.num_slots for choice in choices[30:50]].count(0) >= 19
 
 
+def test_a_stair_that_is_worth_climbing_is_climbed_as_planned_and_a_slope_needs_no_plan() -> None:
+    """The second draft costs 8 ms and the next six nothing: stopping early never comes to them."""
+    on_slope = table()
+    extra = np.arange(33 * GAMMA)
+    stair = np.where(extra < 2, 0.0, 8.0 + np.maximum(extra - 8, 0) * 4.0)
+    steps_ms = tuple(tuple((ms + stair).tolist()) for ms in (20.0, 40.0, 100.0))
+    on_stair = replace(on_slope, step_ms=(steps_ms,))
+    planned = Batch([GOOD] * 8, on_stair).run(20)[-1]
+    assert planned.num_planned == 8
+    assert planned.is_drafting.any()
+    assert Batch([GOOD] * 8, on_slope).run(20)[-1].num_planned == 0
+
+
 def test_fewer_slots_are_drafted_where_survival_falls_faster() -> None:
     fast = Batch([0.5 * 0.2 ** np.arange(GAMMA)], table(draft_share=0.2)).run(20)[-1]
     slow = Batch([0.9 ** np.arange(1, GAMMA + 1)], table(draft_share=0.2)).run(20)[-1]
