@@ -95,8 +95,9 @@ def assert_drafts_within_float16(block: DraftBatch, output: DraftOutput, expecte
     logits = expected.draft_logits[is_comparable]
     assert rms(output.draft_logits[is_comparable] - logits) < 8 * ROUNDOFF * logits.std()
     found, wanted = output.confidence_logits[is_comparable], expected.confidence_logits[is_comparable]
-    # the margin, without a confidence head, is a difference of two logits
-    np.testing.assert_allclose(found, wanted, atol=64 * ROUNDOFF, rtol=0)
+    # the margin, without a confidence head, is a difference of two logits; rows of heads that are products of matrices
+    # weigh values by float16 numbers
+    np.testing.assert_allclose(found, wanted, atol=80 * ROUNDOFF, rtol=0)
     return float(is_same.mean())
 
 
