@@ -23,7 +23,6 @@ import numpy as np
 from device_steps import make_pair
 
 from dspark_trt.contract.protocol import EngineLimits, TargetBatch
-from dspark_trt.engines.device.calls import target_calls
 from dspark_trt.engines.device.engines import DeviceEngines
 from dspark_trt.engines.device.warm_up import warm_up
 from dspark_trt.errors import EnvironmentMissingError
@@ -79,7 +78,7 @@ def scattered_prompts(engines: DeviceEngines, limits: EngineLimits) -> list[dict
     for where, chosen in (("side by side", list(range(NUM_PROMPTS))), ("apart", apart)):
         batch = prompts(chosen, length)
         times = [ms(lambda batch=batch: engines.target.forward(batch), engines) for _ in range(REPEATS)]  # type: ignore[misc]
-        num_calls = len(target_calls(batch, engines.target.gamma, limits))
+        num_calls = len(engines.target.calls(batch))
         rows.append({"rows": where, "target_calls": num_calls, "step_ms": statistics.median(times)})  # type: ignore[dict-item]
     return rows
 
