@@ -11,7 +11,6 @@ import typer
 
 from dspark_trt.building.finished import read_finished
 from dspark_trt.building.manifest import check_outputs
-from dspark_trt.building.target_form import FORM_FILE, described
 from dspark_trt.calibration.file import CALIBRATION_FILE
 from dspark_trt.commands.options import AsJson, BuildFolder, command
 from dspark_trt.contract.precision import Precision
@@ -85,6 +84,8 @@ def inspect_build(folder: Path, *, verify: bool = False) -> dict[str, Any]:
 
 def numerics_of(folder: Path, precision: Precision | None) -> str:
     """What the precision of a build means for its output and, where its target has a form, which and how exact."""
+    from dspark_trt.building.target_form import FORM_FILE, described
+
     form = folder / "graphs" / FORM_FILE
     if not form.exists():  # an int8 build of the time before there was a choice depends on the schedule
         return f"8-bit weights: {_DEPENDS}" if precision == "int8" else NUMERIC_NOTES[precision]

@@ -96,7 +96,9 @@ def write_switched_graph(
     """
     spec = checkpoint.spec
     check_limits(limits, spec.decoder, gamma=gamma, what="target")
-    dims = target_dims(spec, num_taps=0, limits=limits, attention=usable_form("gqa", spec.decoder, "target"))
+    form = usable_form("gqa", spec.decoder, "target")
+    least = MIN_EXACT_QUERY if form == "gqa" else 1
+    dims = target_dims(spec, num_taps=0, limits=limits, attention=form, min_query_length=least)
     builder, numbers = GraphBuilder("target"), Numbers()
     with WeightFolder(folder, "target", checkpoint.weights) as weights:
         builder.input(bindings.low_steps())
