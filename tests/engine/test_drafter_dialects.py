@@ -195,5 +195,5 @@ def test_sampled_texts_have_the_targets_distribution(mode: str, tmp_path: Path) 
     """Chi-square over all texts of three tokens of five ids, of which the drafter proposes three."""
     pair = small_pair(tmp_path, 5, [0, 2, 3])
     engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
-    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None)
+    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None, pages=None)
     check_distribution(engines, pair, SchedulerConfig(mode), num_samples=500)  # type: ignore[arg-type]

@@ -146,5 +146,5 @@ def test_sampled_texts_have_the_targets_distribution(mode: str, tmp_path: Path) 
     folder = write_eagle3(tmp_path / "drafter", target_folder, "community", draft_ids=np.array([0, 2, 3]))
     pair = SmallPair(*read_pair(target_folder, folder))
     engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
-    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None)
+    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None, pages=None)
     check_distribution(engines, pair, SchedulerConfig(mode), num_samples=500)  # type: ignore[arg-type]

@@ -164,7 +164,7 @@ def open_small(folder: Path, vocab_size: int) -> tuple[Any, Pair]:
     target_folder = write_gemma_target(folder / "target", vocab_size=vocab_size, final_logit_softcapping=3.0)
     pair = Pair(*read_pair(target_folder, write_gemma_eagle3(folder / "drafter", target_folder)))
     target, drafter = open_pair(pair.target, pair.drafter, folder / "graphs", limits=SMALL_LIMITS)
-    return SimpleNamespace(target=target, drafter=drafter, step=None, acceptance=None), pair
+    return SimpleNamespace(target=target, drafter=drafter, step=None, acceptance=None, pages=None), pair
 
 
 def test_greedy_texts_are_the_targets_in_every_mode(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def open_small(folder: Path, vocab_size: int, seed: int) -> tuple[Any, Pair]:
     target_folder = write_gemma_target(folder / "target", vocab_size=vocab_size, final_logit_softcapping=3.0)
     pair = Pair(*read_pair(target_folder, write_gemma_drafter(folder / "drafter", target_folder, seed=seed)))
     target, drafter = open_pair(pair.target, pair.drafter, folder / "graphs", limits=LIMITS)
-    return SimpleNamespace(target=target, drafter=drafter, step=None, acceptance=None), pair
+    return SimpleNamespace(target=target, drafter=drafter, step=None, acceptance=None, pages=None), pair
 
 
 def test_greedy_texts_are_those_of_transformers_at_every_verify_length(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_greedy_texts_stay_with_a_drafter_of_eight_bits_and_fewer_ids(tmp_path: 
     (tmp_path / "other").mkdir()
     target, drafter = open_pair(pair.target, pair.drafter, tmp_path / "other", limits=LIMITS, form=form)
     check_greedy(
-        SimpleNamespace(target=target, drafter=drafter, step=None, acceptance=None),
+        SimpleNamespace(target=target, drafter=drafter, step=None, acceptance=None, pages=None),
         pair,
         SchedulerConfig("fixed"),
         expected,

@@ -152,7 +152,7 @@ def test_sampled_texts_have_the_targets_distribution(case: str, mode: str, tmp_p
     folder = write_target(tmp_path / "drafter", **SMALL, vocab_size=4, eos_token_ids=(2,), **more)
     pair = SmallPair(target, read_drafter(str(folder), target, num_drafts=4))
     engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
-    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None)
+    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None, pages=None)
     check_distribution(engines, pair, SchedulerConfig(mode), num_samples=500)  # type: ignore[arg-type]
 
 

@@ -133,5 +133,5 @@ def test_sampled_texts_have_the_targets_distribution(mode: str, tmp_path: Path) 
     target = read_target(str(folder))
     pair = SmallPair(target, read_drafter(str(drafter), target))
     engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
-    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None)
+    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None, pages=None)
     check_distribution(engines, pair, SchedulerConfig(mode), num_samples=500)  # type: ignore[arg-type]

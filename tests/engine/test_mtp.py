@@ -165,7 +165,7 @@ def test_drafts_and_logits_equal_the_oracles_over_steps_with_rejections(tmp_path
 def test_greedy_texts_are_the_targets(num_drafts: int, tmp_path: Path) -> None:
     pair = open_mimo(write_mimo(tmp_path / "mimo", vocab_size=VOCABULARY), num_drafts)
     engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
-    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None)
+    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None, pages=None)
     expected = oracle_tokens(pair, greedy_requests())
     for mode in ("fixed", "early_stop"):
         loop = device_loop(engines, SchedulerConfig(mode))  # type: ignore[arg-type]
@@ -176,7 +176,7 @@ def test_greedy_texts_are_the_targets(num_drafts: int, tmp_path: Path) -> None:
 def test_sampled_texts_have_the_targets_distribution(tmp_path: Path) -> None:
     pair = open_mimo(write_mimo(tmp_path / "mimo", vocab_size=5), 3)
     engines: Any = open_pair(pair.target, pair.drafter, tmp_path / "graphs", limits=SMALL_LIMITS)
-    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None)
+    engines = SimpleNamespace(target=engines[0], drafter=engines[1], step=None, acceptance=None, pages=None)
     check_distribution(engines, pair, SchedulerConfig("early_stop"), num_samples=500)
 
 
