@@ -30,7 +30,7 @@ from dspark_trt.checkpoints.spec import (
 from dspark_trt.checkpoints.target import read_target_spec
 from dspark_trt.checkpoints.vocabularies import check_vocabularies
 from dspark_trt.contract.dims import device_attention, drafter_dims, target_dims
-from dspark_trt.contract.page_plan import OTHER_DEVICE_BYTES, PagePlan, page_bytes, plan_pages, table_width
+from dspark_trt.contract.page_plan import OTHER_DEVICE_BYTES, PagePlan, page_bytes, plan_pages, row_bytes, table_width
 from dspark_trt.contract.precision import Precision
 from dspark_trt.contract.protocol import EngineLimits
 from dspark_trt.errors import CapacityError
@@ -183,7 +183,7 @@ def _sized(
 def _on_device(
     recipe: BuildRecipe, target: TargetSpec, drafter: DraftSource, limits: EngineLimits, weight_bytes: int
 ) -> tuple[int, PagePlan | None]:
-    """Bytes of the KV pool, and its pages, where the GPU is here; else what one request of full length takes."""
+    """KV bytes and pages where the GPU is here; else what one request of full length takes. Rows of a drafter count."""
     common: dict[str, Any] = {"limits": limits, "element_type": "float16" if recipe.precision == "fp16" else "bfloat16"}
     of_target = target_dims(target, num_taps=drafter.num_taps, attention="paged", **common)
     of_drafter = None
@@ -191,7 +191,8 @@ def _on_device(
         of_drafter = drafter_dims(drafter, attention=device_attention(drafter), **common)
     gpu = look_for_gpu()
     if not isinstance(gpu, Gpu) or (recipe.compute_capabilities or (gpu.sm,)) != (gpu.sm,):  # for another GPU
-        return table_width(of_target, of_drafter) * page_bytes(of_target, of_drafter), None
+        of_request = table_width(of_target, of_drafter) * page_bytes(of_target, of_drafter)
+        return of_request + row_bytes(of_drafter) // limits.max_requests, None
     pages = plan_pages(
         of_target,
         of_drafter,
@@ -199,7 +200,7 @@ def _on_device(
         utilization=recipe.gpu_memory_utilization,
         other_bytes=weight_bytes + OTHER_DEVICE_BYTES,
     )
-    return pages.kv_bytes, pages
+    return pages.kv_bytes + row_bytes(of_drafter), pages
 
 
 def _kv_elements(decoder: DecoderSpec) -> int:

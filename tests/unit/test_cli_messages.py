@@ -174,7 +174,7 @@ def test_signals_end_a_build_with_a_word_and_nothing_half_written(
     number: signal.Signals, pair: list[str], tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    patch = "import dspark_trt.building.stages as stages; stages.write_target_graph = wait"
+    patch = "import dspark_trt.building.target_form as form; form.write_target_graph = wait"
     status, said = interrupted(patch, ["build", *pair, *LIMITS, "--output", str(output)], number)
     assert status == 128 + number
     assert said.rstrip().endswith("interrupted")

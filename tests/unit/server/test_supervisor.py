@@ -208,9 +208,11 @@ def test_metrics_are_for_this_machine_unless_their_own_address_says_otherwise(
 
 # Another thread, as numerical libraries start them: a signal that the main thread blocks is delivered to it.
 SERVE_SCRIPT = """\
-import sys, threading, time
+import signal, sys, threading, time
 from pathlib import Path
 from dspark_trt.server.serve import ServeOptions, serve
+for number in (signal.SIGHUP, signal.SIGINT):  # a suite in the background or under nohup inherits that they are ignored
+    signal.signal(number, signal.SIG_DFL if number == signal.SIGHUP else signal.default_int_handler)
 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 serve(Path(sys.argv[1]), ServeOptions(0, 0, 0), on_ready=lambda server: print(server.http_url, flush=True))
 """
