@@ -206,7 +206,7 @@ def mode_for(table: StepTable, selects_on_device: bool) -> SchedulerMode:
     why = (
         "the device selects drafts itself"
         if selects_on_device
-        else f"the step table {'rises with every token' if table.is_smooth else 'is a stair'}"
+        else f"calls {'have as many tokens as they need' if table.is_smooth else 'are padded to buckets'}"
     )
     logger.info("scheduler auto: %s, since %s; not drafting is one of its choices", mode, why)
     return mode

@@ -26,6 +26,12 @@ LOOP_COUNTERS: tuple[tuple[str, str, dict[str, str], Callable[[LoopTotals], floa
         {},
         lambda totals: totals.num_prompt_tokens_reused,
     ),
+    (
+        "dspark_preemptions_total",
+        "Requests that gave up their K/V pages for an older one and were read again",
+        {},
+        lambda totals: totals.num_preempted,
+    ),
     ("dspark_drafts_total", "Draft tokens", {"state": "proposed"}, lambda totals: totals.num_drafts_proposed),
     ("dspark_drafts_total", "Draft tokens", {"state": "verified"}, lambda totals: totals.num_drafts_verified),
     ("dspark_drafts_total", "Draft tokens", {"state": "accepted"}, lambda totals: totals.num_drafts_accepted),

@@ -163,7 +163,10 @@ class StepTable:
 
     @property
     def is_smooth(self) -> bool:
-        """Whether every token has a price of its own: early stopping then finds what a full search finds."""
+        """Whether a call has as many tokens as it needs, so that each has a price of its own.
+
+        Measured prices may have stairs all the same, which early stopping does not climb (docs/adr/0003).
+        """
         return not self.is_padded
 
     @lru_cache(maxsize=1024)  # noqa: B019 # one table lives as long as its process

@@ -9,7 +9,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.bindings import Binding
@@ -62,3 +64,8 @@ def fetched_outputs(dims: DrafterDims, device: torch.device) -> FetchedOutputs:
     small = [each for each in drafts(dims, dims.gamma) if each.name != bindings.DRAFT_LOGITS]
     outputs = [*small, Binding(VERIFY_LEN, "int64", ("R",))]
     return FetchedOutputs(Layout(outputs, {"R": dims.limits.max_requests}), device)
+
+
+def whole_block(uniforms: NDArray[np.float32], gamma: int) -> NDArray[np.float32]:
+    """Zeros for the slots that nobody asked for."""
+    return np.pad(uniforms, ((0, 0), (0, gamma - uniforms.shape[1])))

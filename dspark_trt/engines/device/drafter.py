@@ -10,14 +10,13 @@ from functools import lru_cache
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims
 from dspark_trt.contract.draft_bindings import block_inputs
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch
 from dspark_trt.engines.capacity import check_rows
-from dspark_trt.engines.device.blocks import DraftCall, fetched_outputs
+from dspark_trt.engines.device.blocks import DraftCall, fetched_outputs, whole_block
 from dspark_trt.engines.device.buckets import bucket, padded
 from dspark_trt.engines.device.buffers import Layout, StagedInputs
 from dspark_trt.engines.device.cache import DeviceCache
@@ -122,7 +121,7 @@ class DeviceDraftEngine:
             bindings.ANCHOR_IDS: padded(batch.anchor_ids, num_requests),
             bindings.PAST_LENGTHS: padded(past, num_requests),
             bindings.TEMPERATURES: padded(batch.temperatures, num_requests),
-            bindings.UNIFORMS: padded(_whole_block(batch.uniforms, self.gamma), num_requests),
+            bindings.UNIFORMS: padded(whole_block(batch.uniforms, self.gamma), num_requests),
             bindings.BLOCK_ROWS: padded(rows, num_requests),
             bindings.ROW_REQUESTS: row_requests,
             bindings.ROW_QUERY_LENGTHS: row_query_lengths,
@@ -154,8 +153,3 @@ class DeviceDraftEngine:
 
     def _make_draft_layout(self, num_requests: int, num_rows: int) -> Layout:
         return Layout(block_inputs(self.dims), {"R": num_requests, f"B_{bindings.CONTEXT}": num_rows})
-
-
-def _whole_block(uniforms: NDArray[np.float32], gamma: int) -> NDArray[np.float32]:
-    """Zeros for the slots that nobody asked for."""
-    return np.pad(uniforms, ((0, 0), (0, gamma - uniforms.shape[1])))

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from dspark_trt.contract import bindings
 from dspark_trt.contract.dims import DrafterDims
 from dspark_trt.contract.draft_bindings import draft_inputs
 from dspark_trt.contract.protocol import DraftBatch, DraftOutput, EngineLimits, IngestBatch, PageLimits
 from dspark_trt.engines.capacity import check_rows, check_tokens
-from dspark_trt.engines.device.blocks import DraftCall, fetched_outputs
+from dspark_trt.engines.device.blocks import DraftCall, fetched_outputs, whole_block
 from dspark_trt.engines.device.buckets import bucket, padded
 from dspark_trt.engines.device.buffers import Layout, StagedInputs
 from dspark_trt.engines.device.calls import padded_tables
@@ -127,7 +125,7 @@ class PagedDraftEngine:
             bindings.ANCHOR_IDS: padded(batch.anchor_ids, size),
             bindings.PAST_LENGTHS: padded(past, size),
             bindings.TEMPERATURES: padded(batch.temperatures, size),
-            bindings.UNIFORMS: padded(_whole_block(batch.uniforms, self.gamma), size),
+            bindings.UNIFORMS: padded(whole_block(batch.uniforms, self.gamma), size),
             _TABLES: padded_tables(self.cache.tables(batch.block_tables, rows), size),
         }
         parts = ((self._draft_layout(size), arrays),)
@@ -189,8 +187,3 @@ class PagedDraftEngine:
         rows, tokens = limits.max_requests, limits.max_batch_tokens
         ingest = self._make_ingest_layout(tokens, rows)
         return max(select_layout(self.dims, rows, rows, self.select_begin).end, ingest.end)
-
-
-def _whole_block(uniforms: NDArray[np.float32], gamma: int) -> NDArray[np.float32]:
-    """Zeros for the slots that nobody asked for."""
-    return np.pad(uniforms, ((0, 0), (0, gamma - uniforms.shape[1])))

@@ -1,7 +1,7 @@
 """What an engine computes in besides weights, caches and outputs: estimated from a graph and its profiles.
 
 All contexts of all engines share one piece of memory (tensorrt/runtime), so the largest profile counts. Estimates are
-held against what TensorRT-RTX says of real builds in tests/engine/test_tensorrt_rtx_memory.py: they are not below it.
+held against what TensorRT-RTX said of real builds (tests/unit/engines/test_scratch.py): they are not below it.
 
 Shape letters as in `bindings`, besides: `D` hidden, `F` widest output of a Linear layer, `N` query heads, `H` head dim.
 """
